@@ -1,4 +1,4 @@
-"""Prompt templates: a text with one `{question}` in it, where its responses stop, and which reward function grades them.
+"""Prompt templates: a text with one `{question}` in it, where responses stop, and which reward function grades them.
 
 The named templates are the files in `a5lib/prompt_texts/`; copy one to write your own. This module knows nothing about
 tokenizers or chat templates: a prompt is plain text. Taught in notebook 01.
@@ -28,8 +28,8 @@ NAMED_PROMPTS: dict[str, str] = {
 class PromptTemplate:
     """A prompt's text and what belongs to it.
 
-    `stop` holds the strings that end a response (the engine keeps them in the text): `("</answer>",)` where the text asks
-    for an answer tag, otherwise none. `grader` names the reward function; it is `None` for a prompt from a file.
+    `stop` holds the strings that end a response (the engine keeps them in the text): `("</answer>",)` where the text
+    asks for an answer tag, otherwise none. `grader` names the reward function; it is `None` for a prompt from a file.
     """
 
     name: str

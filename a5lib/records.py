@@ -92,7 +92,7 @@ METRICS: dict[str, str] = {
     "seconds_score": "Seconds spent scoring old log-probabilities.",
     "seconds_update": "Seconds spent in forward, backward and optimizer.",
     "seconds_eval": "Seconds spent validating.",
-    "seconds_save": "Seconds spent saving.",
+    "seconds_save": "Seconds spent on the checkpoint after the rollout batch before this one.",
     "seconds_step": "Seconds for the whole rollout batch.",
     "memory_generate": "Peak card memory while generating, in bytes; on the CPU the process's resident set at the end of the phase.",
     "memory_score": "The same for scoring.",

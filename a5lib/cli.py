@@ -1,0 +1,365 @@
+"""The command line: `a5 train`, `a5 evaluate`, `a5 plot` and the rest, each a dataclass or function that tyro turns into flags.
+
+Bad input ends in one sentence on standard error and exit code 2, without a traceback. This module holds no logic of its own
+beyond reading flags, calling the layer below and printing what comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tqdm.auto import tqdm
+
+from a5lib.config import TOY, TrainConfig, nearest, resolve
+from a5lib.errors import UserError
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class TrainFlags(TrainConfig):
+    """Train a policy with GRPO or one of its variants, and leave a run folder."""
+
+    resume: Path | None = None
+    """Continue the run in this folder; only flags that may change are taken beside it."""
+
+
+@dataclass(frozen=True)
+class EvaluateFlags:
+    """Ask a model the problems of a set, grade its responses, and show what it gets right, wrong and malformed."""
+
+    model: str = TOY
+    """`toy`, a folder with a Hugging Face model (such as RUN/model), or an id."""
+    val_file: Path | None = None
+    """Problems, GSM8K JSONL (default: the embedded validation problems)."""
+    val_examples: int = 256
+    """Problems to use."""
+    prompt: str = "r1_zero"
+    """`r1_zero`, `r1_zero_three_shot`, `question_only`, or a text file that contains `{question}`."""
+    grader: Literal["auto", "r1_zero", "r1_zero_lenient", "question_only"] = "auto"
+    """Reward function: `auto` is the one that belongs to the named prompt."""
+    samples: int = 1
+    """Responses to each problem; pass@k is given for powers of two up to it."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Nucleus sampling mass."""
+    max_tokens: int | None = None
+    """Longest response in tokens (toy 96, otherwise 512)."""
+    seed: int = 0
+    """Seed of the sampling."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the parameters."""
+    attention_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel of transformers."""
+    trust_remote_code: bool = False
+    """Allow Python code that a model repository ships to run; leave it off."""
+    generation_batch_size: int = 256
+    """Responses decoded side by side."""
+    show: int = 2
+    """Examples to print of each outcome class."""
+    output: Path | None = None
+    """Write the result as JSON to this file too."""
+
+
+def train_command(flags: TrainFlags) -> int:
+    from a5lib.course import load_algo
+    from a5lib.plots import save_curves
+    from a5lib.training import train
+
+    config = as_config(flags)
+    summary = train(config, load_algo(), resume=flags.resume is not None, say=say)
+    print_summary(summary.run_dir)
+    picture = save_curves(summary.run_dir)
+    say(f"Curves: {picture}. The command that repeats this run: {summary.run_dir / 'command.txt'}.")
+    if not summary.finished:
+        say(f"Stopped after step {summary.step}. Continue with: a5 train --resume {summary.run_dir}")
+        return 130
+    return 0
+
+
+def as_config(flags: TrainFlags) -> TrainConfig:
+    """The flags without those that are not part of the run."""
+    return TrainConfig(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(TrainConfig)})
+
+
+def print_summary(run_dir: Path) -> None:
+    """A table of the sampled and greedy evaluations, first and last."""
+    from a5lib.runlog import read_jsonl
+
+    records = read_jsonl(run_dir / "evaluations.jsonl")
+    full = [r for r in records if r["kind"] == "greedy"]
+    steps = sorted({r["step"] for r in full})
+    if not steps:
+        return
+    table = Table(title="Validation")
+    for column in ("", "accuracy, sampled (95 %)", "greedy", "pass@8", "well formed", "tokens"):
+        table.add_column(column, justify="left" if not column else "right")
+    for step in (steps[0], steps[-1])[: len(steps)]:
+        sampled = [r for r in records if r["step"] == step and r["kind"] == "sampled"][-1]
+        greedy = [r for r in full if r["step"] == step][-1]
+        low, high = sampled["interval"]
+        pass_at_8 = sampled["pass_at_k"].get("8")
+        table.add_row(
+            "before" if step == 0 else f"after step {step}",
+            f"{100 * sampled['accuracy']:.1f} % ({100 * low:.1f}-{100 * high:.1f})",
+            f"{100 * greedy['accuracy']:.1f} %",
+            "-" if pass_at_8 is None else f"{100 * pass_at_8:.1f} %",
+            f"{100 * sampled['format_share']:.1f} %",
+            f"{sampled['length_mean']:.1f}",
+        )
+    console.print(table)
+
+
+def evaluate_command(flags: EvaluateFlags) -> int:
+    from a5lib.data import load_gsm8k
+    from a5lib.evaluation import evaluate
+    from a5lib.grading import REWARD_FUNCTIONS
+    from a5lib.models import load_policy
+    from a5lib.prompts import grader_name, load_prompt
+    from a5lib.rollouts.transformers_backend import TransformersRollouts
+    from a5lib.toy_problems import toy_problems
+    from a5lib.training import check_context
+
+    for name in ("val_examples", "samples", "generation_batch_size"):
+        if getattr(flags, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; it must be at least 1.")
+    template = load_prompt(flags.prompt)
+    grader = grader_name(template, flags.grader)
+    problems = (
+        toy_problems("validation", flags.val_examples)
+        if flags.val_file is None
+        else load_gsm8k(flags.val_file, flags.val_examples)
+    )
+    model, tokenizer = load_policy(
+        flags.model,
+        device=flags.device,
+        dtype=flags.dtype,
+        attention_implementation=flags.attention_implementation,
+        trust_remote_code=flags.trust_remote_code,
+    )
+    max_tokens = flags.max_tokens or resolve(TrainConfig(model=flags.model)).max_tokens
+    assert max_tokens is not None
+    check_context(model, tokenizer, template, problems, max_tokens)
+    backend = TransformersRollouts(model, tokenizer, flags.generation_batch_size)
+    backend.sync(model.named_parameters(), 0)
+    with tqdm(total=len(problems) * flags.samples, desc="evaluate", unit="resp") as bar:
+        result = evaluate(
+            backend, tokenizer, problems, template, REWARD_FUNCTIONS[grader], max_tokens=max_tokens,
+            temperature=flags.temperature, top_p=flags.top_p, samples=flags.samples, seed=flags.seed,
+            progress=bar.update,
+        )  # fmt: skip
+    say(f"{flags.model}, prompt {template.name}, reward {grader}: {result.describe()}.")
+    result.print(console, show=flags.show)
+    if flags.output is not None:
+        try:
+            flags.output.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The result cannot be written to {flags.output} ({error.strerror}); choose another --output.") from error
+    return 0
+
+
+def plot_command(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    /,
+    output: Path = Path("curves.png"),
+) -> int:
+    """Draw the curves of one or more runs side by side.
+
+    Args:
+        runs: Run folders.
+        output: Picture to write; the ending chooses the format (png, pdf, svg).
+    """
+    from a5lib.plots import plot_runs
+
+    if not runs:
+        raise UserError("a5 plot needs at least one run folder, such as runs/grpo-seed0.")
+    figure = plot_runs(list(runs))
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The picture cannot be written to {output} ({error}); choose another --output.") from error
+    say(f"Wrote {output}.")
+    return 0
+
+
+def doctor_command() -> int:
+    """Say what this machine can run, what is missing, and the exact command that mends it."""
+    from a5lib.doctor import diagnose, print_findings
+
+    findings = diagnose()
+    print_findings(findings, console)
+    return int(any(f.level == "fail" for f in findings))
+
+
+def bench_command(steps: int = 5, rounds: int = 5) -> int:
+    """Measure generation, updates and memory of the toy model on this machine.
+
+    Args:
+        steps: Training steps; the first is a warm-up.
+        rounds: Rounds of generation for each way.
+    """
+    from a5lib.bench import bench
+    from a5lib.course import load_algo
+
+    bench(load_algo(), steps=steps, rounds=rounds, console=console)
+    return 0
+
+
+def gsm8k_command(folder: Annotated[Path, tyro.conf.Positional] = Path("data")) -> int:
+    """Download the public GSM8K files, train.jsonl and test.jsonl.
+
+    Args:
+        folder: Where to put them.
+    """
+    from a5lib.data import download_gsm8k
+
+    for path in download_gsm8k(folder):
+        say(f"Wrote {path}.")
+    return 0
+
+
+def from_gguf_command(
+    file: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    /,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+) -> int:
+    """Turn a GGUF file into a Hugging Face model folder (needs the packages gguf and accelerate).
+
+    Args:
+        file: The GGUF file.
+        out: Folder to write; must be new or empty.
+        dtype: Type of the saved weights.
+    """
+    from a5lib.models import convert_gguf
+
+    convert_gguf(file, out, dtype)
+    say(f"Wrote {out}. Try it: a5 evaluate --model {out}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "train": train_command,
+    "evaluate": evaluate_command,
+    "plot": plot_command,
+    "doctor": doctor_command,
+    "bench": bench_command,
+    "data gsm8k": gsm8k_command,
+    "model from-gguf": from_gguf_command,
+}
+FLAGS: dict[str, type] = {"train": TrainFlags, "evaluate": EvaluateFlags}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its code: 0 done, 1 a finding or fault, 2 bad input, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = run(argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("Interrupted; a run with checkpoints continues with a5 train --resume RUN.", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """Find the command at the beginning of `argv` and call it with the flags that follow."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print_help()
+        return 0
+    words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
+    if not words:
+        guess = nearest(" ".join(argv[:2]), list(COMMANDS))
+        raise UserError(f"Unknown command {argv[0]!r}; did you mean 'a5 {guess}'? `a5 --help` lists the commands.")
+    name, args = " ".join(argv[:words]), argv[words:]
+    command = COMMANDS[name]
+    if name not in FLAGS:
+        return parse(name, command, args)
+    default = FLAGS[name]() if name != "train" else default_train_flags(args)
+    return command(parse(name, FLAGS[name], args, default))
+
+
+def default_train_flags(args: list[str]) -> TrainFlags:
+    """The defaults of `a5 train`: with `--resume RUN` those are the run's own config."""
+    from a5lib.runlog import read_config
+
+    for i, arg in enumerate(args):
+        flag, _, value = arg.partition("=")
+        if flag == "--resume":
+            if not value and i + 1 == len(args):
+                raise UserError("--resume needs the folder of a run, such as --resume runs/grpo-seed0.")
+            run_dir = Path(value or args[i + 1])
+            values = {f.name: getattr(read_config(run_dir), f.name) for f in dataclasses.fields(TrainConfig)}
+            return TrainFlags(**values | {"output_dir": run_dir, "resume": run_dir})
+    return TrainFlags()
+
+
+def parse(name: str, target: Any, args: list[str], default: Any = None) -> Any:
+    """Let tyro parse the flags; whatever it objects to becomes one sentence."""
+    words = io.StringIO()
+    help_wanted = any(a in ("-h", "--help") for a in args)
+    extra = {} if default is None else {"default": default}
+    try:
+        with contextlib.nullcontext() if help_wanted else contextlib.redirect_stderr(words):
+            parsed = tyro.cli(target, args=args, prog=f"a5 {name}", return_unknown_args=True, **extra)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise UserError(one_sentence(name, words.getvalue())) from None
+    value, unknown = parsed
+    if unknown:
+        known = sorted(set(re.findall(r"--[a-z][a-z0-9-]+", help_text(name, target))))
+        guess = f"; did you mean {nearest(unknown[0].partition('=')[0], known)}?" if known else "."
+        raise UserError(f"Unknown flag {unknown[0]} of a5 {name}{guess} `a5 {name} --help` lists them.".replace(".. ", ". "))
+    return value
+
+
+def help_text(name: str, target: Any) -> str:
+    """What `a5 NAME --help` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        tyro.cli(target, args=["--help"], prog=f"a5 {name}")
+    return out.getvalue()
+
+
+def one_sentence(name: str, message: str) -> str:
+    """tyro's boxed message as one line."""
+    lines = [re.sub(r"[╭╮╰╯│─┌┐└┘]", " ", line).strip() for line in message.splitlines()]
+    text = " ".join(line for line in lines if line and "For full helptext" not in line)
+    text = re.sub(r"^Parsing error\s*", "", re.sub(r"\s+", " ", text)).strip()
+    return f"a5 {name}: {text.rstrip('.')}; see `a5 {name} --help`."
+
+
+def print_help() -> None:
+    table = Table(title="a5: reasoning RL on the GPU you own", show_header=False, box=None)
+    for name, command in COMMANDS.items():
+        doc = (FLAGS[name].__doc__ if name in FLAGS else command.__doc__) or ""
+        table.add_row(f"a5 {name}", doc.strip().splitlines()[0])
+    console.print(table)
+    console.print("`a5 COMMAND --help` lists the flags of a command.")
+
+
+def say(sentence: str) -> None:
+    """Print a sentence without breaking a progress bar."""
+    tqdm.write(sentence)

@@ -1,0 +1,131 @@
+"""The plain engine: parameters, gradients and optimizer state all stay on the model's device.
+
+The mathematics is `algo`'s: this file only chooses rows, moves them, and steps. With `--low-memory` decoder layers are
+recomputed in the backward pass and the head is scored in blocks of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from a5lib.config import TrainConfig
+from a5lib.engines import Batch
+from a5lib.optimizers import AdamW, clip_grad_norm
+
+
+class ResidentEngine:
+    """The `Engine` that keeps everything in one place.
+
+    Args:
+        model: the policy, on its device; its parameters are trained in place.
+        config: a resolved config.
+        algo: the exercise functions (see `a5lib.course.load_algo`).
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, algo: Any) -> None:
+        self.model = model
+        self.config = config
+        self.algo = algo
+        self.device = next(model.parameters()).device
+        self.score_fn = algo.get_response_log_probs_in_blocks if config.low_memory else algo.get_response_log_probs
+        if config.low_memory:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = AdamW(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            state_precision=config.optimizer_state,
+            seed=config.seed,
+        )
+
+    def score(self, batch: Batch) -> dict[str, Tensor]:
+        """See `Engine.score`. Rows go by length in microbatches, so that little padding is computed."""
+        rows, width = batch["labels"].shape
+        out = {name: torch.zeros(rows, width) for name in ("log_probs", "token_entropy")}
+        order = by_length(batch["response_mask"])
+        size = -(-self.config.train_batch_size // self.config.gradient_accumulation_steps)
+        with torch.no_grad():
+            for index in order.split(size):
+                used = used_width(batch["response_mask"][index])
+                ids, labels = (batch[name][index, :used].to(self.device) for name in ("input_ids", "labels"))
+                scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)
+                for name, values in out.items():
+                    values[index, :used] = scores[name].float().cpu()
+        return out
+
+    def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
+        """See `Engine.accumulate`; the work is `algo.accumulate_gradients`."""
+        preset = self.config.preset
+        order = by_length(batch["response_mask"])
+        self.model.train()  # layers are recomputed only in training mode; these models have no dropout
+        try:
+            loss, metadata = self.algo.accumulate_gradients(
+                self.model,
+                {name: values[order].to(self.device) for name, values in batch.items()},
+                self.config.gradient_accumulation_steps,
+                preset.importance_reweighting_method,
+                preset.cliprange,
+                preset.loss_normalization,
+                self.config.normalization_constant if preset.loss_normalization == "constant" else None,
+                self.config.temperature,
+                score=self.score_fn,
+                algo=self.algo,
+            )
+        finally:
+            self.model.eval()
+        return float(loss), metadata
+
+    def step(self, learning_rate: float) -> float:
+        """See `Engine.step`. A batch in which every sequence was skipped has no gradient: its norm is 0."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        try:
+            norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """See `Engine.weights`. A tied parameter has one name."""
+        return self.model.named_parameters()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """See `Engine.tensors`."""
+        return {
+            "model": {name: parameter.detach() for name, parameter in self.model.named_parameters()},
+            "optimizer": self.optimizer.tensors(),
+        }
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """See `Engine.load_tensors`."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors["model"][name])
+        self.optimizer.load_tensors(tensors["optimizer"])
+
+
+def by_length(mask: Tensor) -> Tensor:
+    """Row numbers [B] from the longest row to the shortest, by the last position that the mask [B, T] marks.
+
+    >>> by_length(torch.tensor([[0, 1, 0], [0, 1, 1]])).tolist()
+    [1, 0]
+    """
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask.bool() * positions).amax(dim=1).argsort(descending=True, stable=True)
+
+
+def used_width(mask: Tensor) -> int:
+    """Columns up to the last one that the mask [B, T] marks in any row; at least 1."""
+    columns = mask.bool().any(dim=0).nonzero()
+    return int(columns[-1]) + 1 if len(columns) else 1

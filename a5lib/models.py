@@ -1,0 +1,189 @@
+"""Load a policy: the embedded toy model, a folder, or a Hugging Face id, with its tokenizer, on a device, in a dtype.
+
+Everything that can be wrong with a model is said here, in one sentence, before anything is trained. This module knows
+nothing about prompts, rewards or training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from a5lib.config import TOY
+from a5lib.errors import UserError
+
+TOY_MODEL_DIR = Path(__file__).parent / "toy_model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+logger = logging.getLogger(__name__)
+
+
+def select_device(name: str) -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UserError: the name is unknown or the device is not there.
+
+    >>> select_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"Unknown device {name!r}; use auto, cpu, cuda or cuda:N.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"Device {name!r} is not supported; use auto, cpu, cuda or cuda:N.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"Device {name!r} is not there: this torch sees no NVIDIA card; use --device cpu, or ask `a5 doctor`."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}.")
+    return device
+
+
+def select_dtype(name: str, device: torch.device) -> torch.dtype:
+    """float32 on the CPU and bfloat16 on a card for `auto`; otherwise the named type.
+
+    >>> select_dtype("auto", torch.device("cpu"))
+    torch.float32
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_policy(
+    model: str = TOY,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, in evaluation mode, and its tokenizer.
+
+    A tokenizer without a padding token pads with its end-of-sequence token; masks never look at ids, so that is safe.
+
+    Args:
+        model: `toy`, a folder, or a Hugging Face id (which transformers downloads if it is not on this machine).
+        device: as in `select_device`.
+        dtype: as in `select_dtype`.
+        attention_implementation: `flash_attention_2` falls back to `sdpa`, with one warning, where it does not import.
+        trust_remote_code: run Python code that the model repository ships.
+
+    Raises:
+        UserError: no config or tokenizer, no end-of-sequence token, or a vocabulary smaller than the tokenizer's.
+    """
+    target = select_device(device)
+    source = str(TOY_MODEL_DIR) if model == TOY else model
+    _check_source(model, source)
+    if attention_implementation == "flash_attention_2":
+        attention_implementation = _flash_attention_or_sdpa()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"The tokenizer of {model!r} does not load ({_first_line(error)}).") from error
+    try:
+        policy = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=select_dtype(dtype, target),
+            attn_implementation=attention_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"The model {model!r} does not load ({_first_line(error)}).") from error
+    _check_vocabulary(model, policy, tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return policy.to(target).eval(), tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a prompt, with the tokenizer's own beginning-of-sequence token once if it adds one, and no end token.
+
+    The same ids go to the engine and to the trainer. Taught in notebook 02.
+    """
+    ids = list(tokenizer.encode(text))
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]  # the text had one already
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id != tokenizer.bos_token_id:
+        ids = ids[:-1]  # an end token would tell the model that there is nothing left to say
+    return ids
+
+
+def _check_source(model: str, source: str) -> None:
+    folder = Path(source)
+    if not folder.exists():
+        looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1
+        if looks_local:
+            raise UserError(f"There is no model folder {model!r}; give `toy`, an existing folder, or an id such as allenai/OLMo-2-0425-1B.")  # fmt: skip
+        return
+    if not folder.is_dir():
+        raise UserError(f"The model {model!r} is a file; give the folder that holds config.json and the weights.")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"The model folder {model!r} has no config.json; give a folder saved with save_pretrained.")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"The file config.json in the model folder {model!r} is not JSON; save the model again.") from None
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"The model folder {model!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save the tokenizer there too."
+        )
+
+
+def _check_vocabulary(model: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json.")
+    rows = policy.get_input_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise UserError(
+            f"The model {model!r} has {rows} embedding rows but its tokenizer has {len(tokenizer)} tokens; "
+            "use the tokenizer that belongs to the model."
+        )
+
+
+def _flash_attention_or_sdpa() -> str:
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        logger.warning("flash_attn does not import (%s); using sdpa instead.", _first_line(error))
+        return "sdpa"
+    return "flash_attention_2"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def convert_gguf(file: Path, out: Path, dtype: str = "bfloat16") -> None:
+    """Write the model in a GGUF file as a Hugging Face folder, weights in `dtype`.
+
+    transformers reads GGUF with the packages gguf and accelerate. What it loads does not save itself, so the weights are
+    copied into a fresh model of the same config.
+
+    Raises:
+        UserError: the file or a package is missing, or `out` is not empty.
+    """
+    if not file.is_file():
+        raise UserError(f"There is no GGUF file {file}; give the path of one.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"The folder {out} is not empty; choose a new one.")
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"Reading GGUF needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}")
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    fresh = AutoModelForCausalLM.from_config(loaded.config).to(select_dtype(dtype, torch.device("cpu")))
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.save_pretrained(out)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(out)

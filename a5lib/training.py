@@ -1,0 +1,380 @@
+"""The loop. It reads straight down: rollouts, rewards, advantages, update, log, evaluate, save.
+
+It does not know which engine trains, which backend generates, or whose code computes the mathematics: it receives `algo`.
+An on-policy preset takes one optimizer step on each rollout batch; an off-policy preset cuts the batch into train batches and
+takes a step on each, against log-probabilities that were scored once, before the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from a5lib.checkpoints import Checkpoint, capture_rng, latest_checkpoint, restore_rng, save_checkpoint
+from a5lib.config import MAY_CHANGE_ON_RESUME, TrainConfig, flag, resolve
+from a5lib.data import BatchSampler, load_gsm8k
+from a5lib.engines import Batch, Engine
+from a5lib.engines.resident import ResidentEngine
+from a5lib.errors import UserError
+from a5lib.evaluation import Evaluation, evaluate
+from a5lib.grading import REWARD_FUNCTIONS
+from a5lib.memory import MemoryRecorder
+from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
+from a5lib.models import encode_prompt, load_policy
+from a5lib.optimizers import warmup_lr
+from a5lib.prompts import PromptTemplate, grader_name, load_prompt
+from a5lib.records import Completion, Problem, Rollout
+from a5lib.rollouts import RolloutBackend
+from a5lib.rollouts.transformers_backend import TransformersRollouts
+from a5lib.runlog import RunLog, read_config
+from a5lib.toy_problems import toy_problems
+
+# One stream of random numbers for each purpose, so that one more validation does not change the rollouts.
+ROLLOUT_STREAM, EVALUATION_STREAM = 1, 2
+ADVANTAGE_EPS = 1e-6
+
+
+@dataclass
+class RunState:
+    """What changes from step to step besides tensors and data order; it travels in the checkpoint as JSON."""
+
+    step: int = 0
+    optimizer_steps: int = 0
+    best_accuracy: float = -1.0
+    best_step: int = -1
+    save_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Where a run is and how far it came; its evaluations are in `evaluations.jsonl` there."""
+
+    run_dir: Path
+    step: int
+    finished: bool
+    whose: str
+
+
+def train(
+    config: TrainConfig,
+    algo: Any,
+    *,
+    resume: bool = False,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    say: Callable[[str], object] = print,
+) -> Summary:
+    """Train a policy and leave a run folder.
+
+    Args:
+        config: the run; `None` fields are filled in by `a5lib.config.resolve`.
+        algo: the exercise functions (see `a5lib.course.load_algo`).
+        resume: continue the run in `config.output_dir` from its newest complete checkpoint.
+        on_step: called with each line of metrics, after it has been written.
+        say: receives the few sentences that a person should read.
+
+    Raises:
+        UserError: the input is wrong (before any work), or the loss or gradient is not finite (the last checkpoint stays).
+    """
+    config = resolve(config)
+    preset = config.preset
+    template = load_prompt(config.prompt)
+    grader = grader_name(template, config.grader)
+    reward_fn = REWARD_FUNCTIONS[grader]
+    train_problems, val_problems = load_problems(config)
+    sampler = BatchSampler(train_problems, config.rollout_batch_size // config.group_size, config.seed)
+    model, tokenizer = load_policy(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        attention_implementation=config.attention_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_context(model, tokenizer, template, [*train_problems, *val_problems], config.max_tokens)
+    run_dir, checkpoint = open_run(config) if resume else (claim_run_dir(config), None)
+
+    torch.manual_seed(config.seed)
+    engine: Engine = ResidentEngine(model, config, algo)
+    backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size)
+    recorder = MemoryRecorder(next(model.parameters()).device)
+    state = RunState()
+    if checkpoint is not None:
+        engine.load_tensors(checkpoint.tensors)
+        sampler.load_state_dict(checkpoint.state["sampler"])
+        state = RunState(**checkpoint.state["run"])
+        restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
+    log = RunLog(run_dir, config, whose=algo.summary(), keep_until=state.step)
+    say(f"Run folder: {run_dir}. Algorithm {config.algorithm}; code: {algo.summary()}; reward: {grader}.")
+    if resume:
+        say(f"Continuing after step {state.step} of {config.num_steps}.")
+
+    def validate(samples: int, *, greedy: bool = False) -> Evaluation:
+        backend.sync(engine.weights(), state.step)
+        with tqdm(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress:
+            result = evaluate(
+                backend, tokenizer, val_problems, template, reward_fn, max_tokens=config.max_tokens,
+                temperature=0.0 if greedy else config.temperature, top_p=config.top_p, samples=samples,
+                seed=stream_seed(config.seed, EVALUATION_STREAM), progress=progress.update,
+            )  # fmt: skip
+        log.evaluation(state.step, "greedy" if greedy else "sampled", result)
+        return result
+
+    def save() -> None:
+        started = time.perf_counter()
+        log.sync()
+        rng_tensors, rng_state = capture_rng()
+        tensors = {**engine.tensors(), "rng": rng_tensors}
+        json_state = {"run": dataclasses.asdict(state), "sampler": sampler.state_dict(), "rng": rng_state}
+        save_checkpoint(run_dir, state.step, tensors, json_state)
+        state.save_seconds = time.perf_counter() - started
+
+    with log:
+        if checkpoint is None:
+            say(f"Before, sampled: {validate(config.eval_samples).describe()}.")
+            say(f"Before, greedy: {validate(1, greedy=True).describe()}.")
+            if config.save_every:
+                save()
+        bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", unit="step",
+                   initial=state.step, total=config.num_steps)  # fmt: skip
+        with stop_between_steps(say) as stop:
+            for step in bar:
+                clock = Clock(recorder)
+
+                with clock("generate"):
+                    problems = sampler.next_batch()
+                    prompts = [encode_prompt(tokenizer, template.render(p.question)) for p in problems]
+                    backend.sync(engine.weights(), state.step)
+                    completions = backend.generate(
+                        prompts, n=config.group_size, max_tokens=config.max_tokens, temperature=config.temperature,
+                        top_p=config.top_p, stop=template.stop, seed=stream_seed(config.seed, ROLLOUT_STREAM, step),
+                    )  # fmt: skip
+
+                with clock("reward"):
+                    answers = [problems[c.prompt_index].answer for c in completions]
+                    rewards, reward_stats = algo.compute_rollout_rewards(
+                        reward_fn, [c.text for c in completions], answers
+                    )
+                    advantages, advantage_stats = algo.compute_group_normalized_rewards(
+                        rewards, config.group_size, preset.baseline, ADVANTAGE_EPS, preset.advantage_normalizer
+                    )
+
+                batch = make_batch(algo, tokenizer.pad_token_id, prompts, completions, advantages)
+                if preset.importance_reweighting_method != "none":
+                    with clock("score"):  # once, before the first update changes the policy
+                        batch["old_log_probs"] = engine.score(batch)["log_probs"]
+
+                updates = []
+                with clock("update"):
+                    for rows in torch.arange(len(completions)).split(config.train_batch_size):
+                        learning_rate = warmup_lr(config.learning_rate, config.warmup_steps, state.optimizer_steps + 1)
+                        try:
+                            loss, stats = engine.accumulate({name: values[rows] for name, values in batch.items()})
+                            grad_norm = engine.step(learning_rate)
+                        except FloatingPointError as error:
+                            raise UserError(not_finite(error, step, rows, state, config)) from error
+                        state.optimizer_steps += 1
+                        updates.append(stats | dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate))
+
+                state.step = step
+                rollouts = [
+                    Rollout(problems[c.prompt_index], prompts[c.prompt_index], c, reward_fn(c.text, answer), advantage)
+                    for c, answer, advantage in zip(completions, answers, advantages.tolist(), strict=True)
+                ]
+                if step == 1 or due(step, config.log_rollouts_every):
+                    log.rollouts(step, rollouts)
+                last = step == config.num_steps
+                if due(step, config.eval_every) and not last:
+                    with clock("eval"):
+                        keep_best(state, validate(1))
+                metrics = {
+                    "step": step,
+                    "optimizer_steps": state.optimizer_steps,
+                    **combine_updates(updates),
+                    **reward_stats,
+                    "zero_variance_groups": advantage_stats["zero_variance_groups"],
+                    **rollout_metrics(tokenizer, rollouts, grader),
+                    **throughput(batch, rollouts, clock),
+                    **clock.metrics(),
+                    "seconds_save": state.save_seconds,
+                }
+                log.metrics(metrics)
+                state.save_seconds = 0.0
+                if (due(step, config.save_every) and not last) or stop.requested:
+                    save()
+                bar.set_postfix(
+                    reward=f"{metrics['reward_mean']:.2f}",
+                    format=f"{metrics['format_reward_mean']:.2f}",
+                    tok_s=f"{metrics['generation_tokens_per_second']:.0f}",
+                )
+                if on_step is not None:
+                    on_step(metrics)
+                if stop.requested and not last:
+                    return Summary(run_dir, step, finished=False, whose=algo.summary())
+
+        keep_best(state, result := validate(config.eval_samples))
+        say(f"After, sampled: {result.describe()}.")
+        say(f"After, greedy: {validate(1, greedy=True).describe()}.")
+        if config.save_every:
+            save()
+        if config.save_final:
+            save_model(model, tokenizer, run_dir / "model")
+    return Summary(run_dir, state.step, finished=True, whose=algo.summary())
+
+
+def load_problems(config: TrainConfig) -> tuple[list[Problem], list[Problem]]:
+    """Training and validation problems: from the files, or from the embedded generator where no file is named."""
+    train = (
+        toy_problems("train", config.train_examples)
+        if config.train_file is None
+        else load_gsm8k(config.train_file, config.train_examples)
+    )
+    val = (
+        toy_problems("validation", config.val_examples)
+        if config.val_file is None
+        else load_gsm8k(config.val_file, config.val_examples)
+    )
+    return train, val
+
+
+def check_context(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    template: PromptTemplate,
+    problems: Sequence[Problem],
+    max_tokens: int,
+) -> None:
+    """Refuse, before any work, a longest response that does not fit behind the longest prompt."""
+    context = model.config.max_position_embeddings
+    longest = max(len(encode_prompt(tokenizer, template.render(p.question))) for p in problems)
+    if longest + max_tokens > context:
+        raise UserError(
+            f"--max-tokens {max_tokens} does not fit: the longest prompt has {longest} tokens and the model's context is "
+            f"{context}; use --max-tokens {context - longest} or fewer."
+            if longest < context
+            else f"The longest prompt has {longest} tokens but the model's context is {context}; use shorter prompts."
+        )
+
+
+def claim_run_dir(config: TrainConfig) -> Path:
+    """Make the run folder; it must be new or empty."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = config.output_dir or Path("runs") / f"{config.algorithm}-seed{config.seed}-{stamp}"
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UserError(
+            f"--output-dir {run_dir} is not empty; choose a new folder, or continue that run with --resume {run_dir}."
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The run folder {run_dir} cannot be made ({error.strerror}); choose another --output-dir.") from error
+    return run_dir
+
+
+def open_run(config: TrainConfig) -> tuple[Path, Checkpoint]:
+    """The run folder to continue and its newest complete checkpoint; a field that may not change is refused by name."""
+    run_dir = config.output_dir
+    assert run_dir is not None
+    before = read_config(run_dir)
+    for name in (f.name for f in dataclasses.fields(TrainConfig)):
+        old, new = getattr(before, name), getattr(config, name)
+        if old != new and name not in MAY_CHANGE_ON_RESUME:
+            raise UserError(f"{flag(name)} was {old} in this run and cannot become {new} on resume; start a new run for that.")
+    return run_dir, latest_checkpoint(run_dir)
+
+
+def make_batch(
+    algo: Any,
+    pad_token_id: int,
+    prompts: Sequence[list[int]],
+    completions: Sequence[Completion],
+    advantages: Tensor,
+) -> Batch:
+    """The batch that engines take: ids, labels and mask [B, T], advantages [B], and the sampling log-probabilities [B, T].
+
+    The ids are those that were sampled; text is never tokenised again. Taught in notebook 02.
+    """
+    prompt_ids = [prompts[c.prompt_index] for c in completions]
+    batch: Batch = algo.pad_and_mask(prompt_ids, [c.token_ids for c in completions], pad_token_id)
+    rollout_log_probs = torch.zeros(batch["labels"].shape)
+    for row, (prompt, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
+        first = len(prompt) - 1  # the label at column t is token t + 1
+        rollout_log_probs[row, first : first + len(completion.log_probs)] = torch.tensor(completion.log_probs)
+    return {**batch, "advantages": advantages.float(), "rollout_log_probs": rollout_log_probs}
+
+
+def stream_seed(seed: int, *stream: int) -> int:
+    """A seed for one use of random numbers, independent of every other use."""
+    return int(np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps happens after this one (0: never)."""
+    return bool(every) and step % (every or 1) == 0
+
+
+def keep_best(state: RunState, result: Evaluation) -> None:
+    """Remember the best sampled validation accuracy and its step."""
+    if result.accuracy > state.best_accuracy:
+        state.best_accuracy, state.best_step = result.accuracy, state.step
+
+
+def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunState, config: TrainConfig) -> str:
+    """The sentence for a loss or gradient that is not finite."""
+    kept = "no checkpoint was kept" if not config.save_every else "the last checkpoint is untouched"
+    return (
+        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {error}; no parameter was changed "
+        f"after optimizer step {state.optimizer_steps} and {kept}; try a smaller --learning-rate or --dtype float32."
+    )
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save in Hugging Face format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise UserError(f"The model could not be saved in {folder} ({error}); free some space and resume the run.") from error
+
+
+@dataclass
+class StopRequest:
+    """Set by Ctrl-C or a notebook's stop button: finish the step, save, and stop."""
+
+    requested: bool = False
+
+
+@contextmanager
+def stop_between_steps(say: Callable[[str], object]) -> Iterator[StopRequest]:
+    """Turn the first interrupt into a request to stop after the step; a second one interrupts at once.
+
+    Signals reach only the main thread; in any other the request is never set.
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        say("Stopping after this step, with a checkpoint; interrupt again to drop the step.")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
