@@ -245,8 +245,8 @@ def _check_positive(config: TrainConfig) -> None:
     for names, least in ((at_least_one, 1), (at_least_zero, 0)):
         for name in names:
             value = getattr(config, name)
-            if not value >= least:  # also catches NaN
-                raise UserError(f"{flag(name)} is {value}; it must be at least {least}.")
+            if not least <= value < math.inf:  # also catches NaN
+                raise UserError(f"{flag(name)} is {value}; it must be a number of at least {least}.")
     for name, low, high in (("top_p", 0.0, 1.0), ("adam_beta1", 0.0, 1.0), ("adam_beta2", 0.0, 1.0)):
         value = getattr(config, name)
         inside = low < value <= high if name == "top_p" else low <= value < high
@@ -266,10 +266,10 @@ def _check_batches(config: TrainConfig) -> None:
     _check_divides(config, "rollout_batch_size", "train_batch_size")
     _check_divides(config, "train_batch_size", "gradient_accumulation_steps")
     preset = config.preset
-    if config.group_size == 1 and preset.advantage_normalizer != "none" and preset.baseline == "mean":
+    if config.group_size == 1 and preset.baseline == "mean":
         raise UserError(
-            f"--group-size 1 leaves {config.algorithm!r} without a signal: its advantage compares the responses of a "
-            f"group by their {preset.advantage_normalizer}; use --group-size 2 or more, or --algorithm rft."
+            f"--group-size 1 leaves {config.algorithm!r} without a signal, because a reward is compared with the mean "
+            f"(normalizer: {preset.advantage_normalizer}) of its group; use --group-size 2 or more, or --algorithm rft."
         )
     if not preset.off_policy and config.train_batch_size != config.rollout_batch_size:
         raise UserError(

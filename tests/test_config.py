@@ -1,0 +1,99 @@
+"""The config: presets as defined, defaults by model, and one sentence for each thing that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from a5lib.config import ALGORITHMS, TrainConfig, nearest, resolve
+from a5lib.errors import UserError
+
+
+def test_the_ten_presets_are_the_ten_rows_of_the_table() -> None:
+    table = {  # baseline, normalizer, importance reweighting, aggregation, clip range, off-policy
+        "grpo": ("mean", "std", "none", "sequence", None, False),
+        "grpo_constant": ("mean", "std", "none", "constant", None, False),
+        "dr_grpo": ("mean", "none", "none", "constant", None, False),
+        "rft": ("none", "none", "none", "constant", None, False),
+        "maxrl": ("mean", "mean", "none", "constant", None, False),
+        "offpolicy_naive": ("mean", "std", "none", "sequence", None, True),
+        "offpolicy_noclip": ("mean", "std", "noclip", "sequence", None, True),
+        "offpolicy_clip": ("mean", "std", "grpo", "sequence", 0.2, True),
+        "offpolicy_gspo": ("mean", "std", "gspo", "sequence", 3e-4, True),
+        "cispo": ("mean", "std", "cispo", "sequence", 0.2, True),
+    }
+    assert {name: dataclasses.astuple(preset) for name, preset in ALGORITHMS.items()} == table
+
+
+def test_L12_the_config_called_maxrl_runs_maxrl() -> None:
+    assert resolve(TrainConfig(algorithm="maxrl")).preset.advantage_normalizer == "mean"
+
+
+def test_defaults_of_the_assignment() -> None:
+    config = resolve(TrainConfig(model="some/folder"))
+    got = (config.num_steps, config.rollout_batch_size, config.group_size, config.train_batch_size, config.learning_rate,
+           config.max_tokens, config.train_examples, config.val_examples, config.eval_every, config.max_grad_norm,
+           config.adam_beta1, config.adam_beta2, config.weight_decay, config.temperature, config.top_p)  # fmt: skip
+    assert got == (200, 256, 8, 256, 1e-5, 512, 6400, 1024, 10, 1.0, 0.9, 0.95, 0.0, 1.0, 1.0)
+    assert config.gradient_accumulation_steps == 32, "microbatches of 8"
+    assert resolve(TrainConfig(model="x", low_memory=True)).gradient_accumulation_steps == 256, "microbatches of 1"
+
+
+def test_off_policy_presets_train_on_8_and_divide_by_their_own_batch() -> None:
+    config = resolve(TrainConfig(model="x", algorithm="offpolicy_clip"))
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (8, 1)
+    assert config.normalization_constant == 8 * 512
+
+
+def test_a_given_clip_range_replaces_the_presets_own() -> None:
+    assert resolve(TrainConfig(algorithm="cispo", cliprange=0.5)).preset.cliprange == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"algorithm": "maxr1"}, ["'maxr1'", "did you mean 'maxrl'"]),
+        ({"rollout_batch_size": 100}, ["--rollout-batch-size 100", "--group-size 8", "5 or 10"]),
+        ({"algorithm": "offpolicy_clip", "train_batch_size": 24}, ["--train-batch-size 24", "16 or 32"]),
+        ({"gradient_accumulation_steps": 24}, ["--gradient-accumulation-steps 24", "16 or 32"]),
+        ({"gradient_accumulation_steps": 0}, ["--gradient-accumulation-steps is 0"]),
+        ({"group_size": 1}, ["--group-size 1", "std"]),
+        ({"group_size": 1, "algorithm": "dr_grpo"}, ["--group-size 1"]),
+        ({"train_batch_size": 64}, ["--train-batch-size 64", "on-policy"]),
+        ({"temperature": 0.0}, ["--temperature is 0"]),
+        ({"top_p": 0.0}, ["--top-p is 0.0"]),
+        ({"max_tokens": 0}, ["--max-tokens is 0", "at least 1"]),
+        ({"learning_rate": float("nan")}, ["--learning-rate is nan"]),
+        ({"learning_rate": float("inf")}, ["--learning-rate is inf"]),
+        ({"cliprange": 0.0}, ["--cliprange is 0.0"]),
+        ({"max_grad_norm": 0.0}, ["--max-grad-norm is 0.0"]),
+        ({"adam_beta2": 1.0}, ["--adam-beta2 is 1.0"]),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_sentence(fields: dict, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(TrainConfig(**fields))
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_group_size_1_is_fine_without_a_baseline() -> None:
+    assert resolve(TrainConfig(group_size=1, algorithm="rft")).group_size == 1
+
+
+def test_json_round_trip_keeps_every_field(tmp_path: Path) -> None:
+    config = resolve(TrainConfig(train_file=tmp_path / "a b.jsonl", output_dir=tmp_path, cliprange=0.1))
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(UserError, match="'colour'"):
+        TrainConfig.from_json({"colour": "blue"})
+
+
+def test_nearest_is_the_likely_typing_error() -> None:
+    assert nearest("--learnin-rate", ["--seed", "--learning-rate", "--model"]) == "--learning-rate"
