@@ -2,7 +2,7 @@
 
 `model.generate` runs the prompt once per completion and keeps finished rows in the batch. This loop runs each prompt once,
 copies its keys and values to the n completions of the group, writes new keys and values into memory that is already there,
-and drops rows as they finish. At temperature 0 it gives the tokens of `generate`. It does not know about training.
+and drops finished rows. At temperature 0 it gives the tokens of `generate`. It does not know about training.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from a5lib.errors import UserError
 from a5lib.records import Completion
+
+
+KEEP_UNTIL = 7 / 8  # finished rows are dropped when no more than this share is still being decoded
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -160,24 +163,22 @@ class TransformersRollouts:
         for t in range(max_tokens):
             draws = uniform[[row.index for row in active], t].to(device)
             tokens, log_probs = sample(logits, draws, temperature, top_p)
-            keep = []
-            for i, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
-                row = active[i]
+            for row, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
+                if row.text is not None:
+                    continue  # finished, and not yet dropped
                 row.token_ids.append(token)
                 row.log_probs.append(log_prob)
-                if self._finished(row, stop, ending, last=t + 1 == max_tokens):
-                    if progress is not None:
-                        progress(1)
-                else:
-                    keep.append(i)
-            if not keep:
+                if self._finished(row, stop, ending, last=t + 1 == max_tokens) and progress is not None:
+                    progress(1)
+            alive = [i for i, row in enumerate(active) if row.text is None]
+            if not alive:
                 return
-            if len(keep) < len(active):
-                kept = torch.tensor(keep, device=device)
+            if len(alive) <= KEEP_UNTIL * len(active):  # dropping rows copies the cache, so not one by one
+                kept = torch.tensor(alive, device=device)
                 for layer in layers:
                     layer.select_rows(kept)
                 mask, position, tokens = mask[kept], position[kept], tokens[kept]
-                active = [active[i] for i in keep]
+                active = [active[i] for i in alive]
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
             position = position + 1
             logits = self.model(
