@@ -44,7 +44,7 @@ _NUMBER = re.compile(
           | \s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{{?(?P<power>[+-]?[0-9]{{1,3}})\}}?   # 2.5 \times 10^3
         )?
     )
-    (?P<unit>[^0-9]*)
+    (?P<unit>.*)
     """,
     re.VERBOSE,
 )
@@ -265,6 +265,8 @@ def _normalise(text: str) -> str:
 
 def _read_number(text: str) -> Fraction | None:
     """The value of a normalised text that is one number with at most a unit, else `None`."""
+    if text[:1] + text[-1:] in ("()", "{}"):
+        text = text[1:-1].strip()
     match = _NUMBER.fullmatch(text)
     scale = match and _unit_scale(match["unit"])
     if match is None or scale is None:
