@@ -1,0 +1,59 @@
+"""Responses in, rewards out, with the statistics that are logged for every reward the reward function names.
+
+This file does not know how an answer is graded: it is handed the reward function.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compute_rollout_rewards(
+    reward_fn: Callable[[str, str], dict[str, float]],
+    rollout_responses: list[str],
+    repeated_ground_truths: list[str],
+) -> tuple[Tensor, dict[str, Any]]:
+    """Grade every response and summarise each named reward.
+
+    Only "reward" is trained on; the others, such as "format_reward", are logged. Taught in notebook 03.
+
+    Args:
+        reward_fn: takes a response and its ground truth, returns named floats, "reward" among them.
+        rollout_responses: B responses.
+        repeated_ground_truths: B ground truths, one to each response.
+
+    Returns:
+        rewards: float32 [B], the value of "reward".
+        metadata: for each name that `reward_fn` returns, `{name}_mean`, `{name}_std` (population standard deviation)
+        and `{name}_histogram` (a list of counts in ten equal bins from 0 to 1, the last one closed; values outside are
+        not counted).
+
+    Raises:
+        ValueError: the lists differ in length or are empty, or a reward is not finite.
+
+    >>> rewards, metadata = compute_rollout_rewards(lambda r, t: {"reward": float(r == t)}, ["4", "5"], ["4", "4"])
+    >>> rewards.tolist(), metadata["reward_mean"], metadata["reward_std"], metadata["reward_histogram"]
+    ([1.0, 0.0], 0.5, 0.5, [1, 0, 0, 0, 0, 0, 0, 0, 0, 1])
+    """
+    if len(rollout_responses) != len(repeated_ground_truths) or not rollout_responses:
+        raise ValueError(
+            f"Got {len(rollout_responses)} responses and {len(repeated_ground_truths)} ground truths; give one to each."
+        )
+    ### BEGIN YOUR CODE: grade each response, then summarise every named reward (notebook 03)
+    graded = [reward_fn(r, truth) for r, truth in zip(rollout_responses, repeated_ground_truths, strict=True)]
+    metadata: dict[str, Any] = {}
+    for name in graded[0]:
+        values = torch.tensor([rewards[name] for rewards in graded], dtype=torch.float64)  # [B]
+        if not values.isfinite().all():
+            raise ValueError(f"{name} of response {int((~values.isfinite()).nonzero()[0])} is not finite.")
+        histogram = [0] * 10
+        for value in values.tolist():
+            if 0.0 <= value <= 1.0:
+                histogram[min(int(value * 10), 9)] += 1
+        metadata[f"{name}_mean"] = values.mean().item()
+        metadata[f"{name}_std"] = values.std(correction=0).item()
+        metadata[f"{name}_histogram"] = histogram
+    return torch.tensor([rewards["reward"] for rewards in graded], dtype=torch.float32), metadata
+    ### END YOUR CODE
