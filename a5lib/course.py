@@ -81,7 +81,7 @@ def blank(text: str) -> str:
     return "".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # a bound function holds its Algo, so the repr would not end
 class Algo:
     """The exercise functions of one run, by name, and whose each is.
 

@@ -33,10 +33,10 @@ def log_probs_from_logits(
         logits).
 
     Raises:
-        ValueError: the temperature is not greater than 0.
+        ValueError: the temperature is not greater than 0, or the labels' shape does not fit.
 
-    >>> scored = log_probs_from_logits(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0]),
-    return_token_entropy=True)
+    >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    >>> scored = log_probs_from_logits(logits, torch.tensor([0]), return_token_entropy=True)
     >>> round(scored["log_probs"].item(), 4), round(scored["token_entropy"].item(), 4)
     (-0.6931, 0.6931)
     """
@@ -44,11 +44,11 @@ def log_probs_from_logits(
         raise ValueError(
             f"temperature is {temperature}; log-probabilities need one above 0 (1 leaves the logits as they are)."
         )
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, as the logits.")
     ### BEGIN YOUR CODE: float32, scale, logsumexp minus gather; entropy without 0 * -inf (notebook 05)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # [..., V]
-    logits = logits - logits.detach().amax(
-        dim=-1, keepdim=True
-    )  # the same distribution; large logits keep their digits
+    logits = logits - logits.detach().amax(dim=-1, keepdim=True)  # no other distribution, but large logits keep digits
     log_sum = logits.logsumexp(dim=-1)  # [...]
     result = {"log_probs": logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_sum}
     if return_token_entropy:

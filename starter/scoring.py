@@ -33,10 +33,10 @@ def log_probs_from_logits(
         logits).
 
     Raises:
-        ValueError: the temperature is not greater than 0.
+        ValueError: the temperature is not greater than 0, or the labels' shape does not fit.
 
-    >>> scored = log_probs_from_logits(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0]),
-    return_token_entropy=True)
+    >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    >>> scored = log_probs_from_logits(logits, torch.tensor([0]), return_token_entropy=True)
     >>> round(scored["log_probs"].item(), 4), round(scored["token_entropy"].item(), 4)
     (-0.6931, 0.6931)
     """
@@ -44,6 +44,8 @@ def log_probs_from_logits(
         raise ValueError(
             f"temperature is {temperature}; log-probabilities need one above 0 (1 leaves the logits as they are)."
         )
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, as the logits.")
     ### BEGIN YOUR CODE: float32, scale, logsumexp minus gather; entropy without 0 * -inf (notebook 05)
     raise NotImplementedError("float32, scale, logsumexp minus gather; entropy without 0 * -inf (notebook 05)")
     ### END YOUR CODE
