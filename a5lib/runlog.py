@@ -204,7 +204,7 @@ def repeat_command(config: TrainConfig) -> str:
     >>> repeat_command(resolve(TrainConfig(algorithm="maxrl", seed=3, save_final=False)))
     'a5 train --algorithm maxrl --seed 3 --no-save-final'
     """
-    short = dataclasses.replace(config, output_dir=None)
+    short = TrainConfig.from_json({**config.to_json(), "output_dir": None})
     target = resolve(short)
     for field in dataclasses.fields(TrainConfig):
         if getattr(short, field.name) == field.default:

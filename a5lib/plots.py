@@ -1,0 +1,299 @@
+"""The curves of one or several runs, drawn from their records alone: no model, no card, no run in progress.
+
+Every function returns a matplotlib `Figure` or draws on given axes; pyplot's global state is not used, so the same
+figure works in a terminal, a notebook and a test. Colours are petroff10, which colour-blind readers can tell apart;
+every run also has its own marker and every quantity its own line style, so that a print in grey can be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from a5lib.errors import UserError
+from a5lib.runlog import EVALUATIONS_FILE, METRICS_FILE, read_jsonl
+
+COLORS: list[str] = matplotlib.style.library["petroff10"]["axes.prop_cycle"].by_key()["color"]
+MARKERS = "osD^vPX*<>"
+LineStyle = Literal["-", "--", ":"]
+SOLID: LineStyle = "-"
+DASHED: LineStyle = "--"
+DOTTED: LineStyle = ":"
+SECONDS = {
+    "seconds_generate": "generate",
+    "seconds_score": "score",
+    "seconds_update": "update",
+    "seconds_reward": "reward",
+    "seconds_eval": "validate",
+    "seconds_save": "save",
+}
+PHASE_COLORS = dict(zip(SECONDS.values(), COLORS[4:], strict=True))  # other colours than the first runs have
+PHASE_HATCHES = dict(zip(SECONDS.values(), ("", "///", "...", "xx", "\\\\\\", "++"), strict=True))
+MEMORY = {"memory_generate": "generate", "memory_score": "score", "memory_update": "update"}
+FONT_SIZES: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 8}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run and how it is drawn. Of several lines with one step the last counts."""
+
+    label: str
+    color: str
+    marker: str
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    def series(self, name: str, scale: float = 1.0) -> tuple[list[int], list[float]]:
+        """Steps and scaled values of a metric; empty where it was not logged."""
+        points = [(r["step"], r[name] * scale) for r in self.metrics if name in r]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def line(self, ax: Axes, xs: Sequence[float], ys: Sequence[float], style: LineStyle = SOLID) -> None:
+        """A line in the run's colour, with about eight of its markers."""
+        every = max(1, len(xs) // 8)
+        ax.plot(xs, ys, style, color=self.color, marker=self.marker, markevery=every, markersize=4, linewidth=1.4,
+                label=self.label)  # fmt: skip
+
+
+def plot_runs(run_dirs: Sequence[Path]) -> Figure:
+    """Draw the curves of the runs side by side, one colour and marker each. Taught in notebook 11.
+
+    Panels: reward and format on the training batches; validation accuracy with its 95 % interval; response length;
+    shares of truncated responses and of groups without a signal; entropy; KL to the rollout policy with the clip
+    fraction; seconds by phase; memory by phase.
+
+    Args:
+        run_dirs: run folders; metrics.jsonl and evaluations.jsonl in them are all that is read.
+
+    Raises:
+        UserError: a folder holds neither, or a line of them is damaged.
+    """
+    runs = [load_run(Path(run_dir), index) for index, run_dir in enumerate(run_dirs)]
+    panels: tuple[Callable[[Axes, list[Run]], None], ...] = (
+        draw_rewards, draw_validation, draw_length, draw_shares, draw_entropy, draw_kl, draw_seconds, draw_memory,
+    )  # fmt: skip
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Figure(figsize=(9, 12), layout="constrained")
+        axes = figure.subplots(4, 2)
+        for ax, draw in zip(axes.flat, panels, strict=True):
+            draw(ax, runs)
+        if len(runs) == 1:
+            figure.suptitle(runs[0].label)
+        else:
+            handles = [Line2D([], [], color=r.color, marker=r.marker, markersize=5, label=r.label) for r in runs]
+            figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(runs)))
+    return figure
+
+
+def save_curves(run_dir: Path) -> Path:
+    """Draw one run into RUN/curves.png and return that path.
+
+    Raises:
+        UserError: the run has no records, or the picture cannot be written.
+    """
+    path = Path(run_dir) / "curves.png"
+    figure = plot_runs([Path(run_dir)])
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(
+            f"The curves cannot be written to {path} ({error.strerror}); make room or grant access."
+        ) from error
+    return path
+
+
+def load_run(run_dir: Path, index: int) -> Run:
+    """Read a run's records; `index` chooses its colour and marker."""
+    metrics = {r["step"]: r for r in read_jsonl(run_dir / METRICS_FILE)}
+    evaluations = {(r["step"], r["kind"]): r for r in read_jsonl(run_dir / EVALUATIONS_FILE)}
+    if not metrics and not evaluations:
+        raise UserError(f"{run_dir} has no {METRICS_FILE} with a finished step; name the folder of a run.")
+    return Run(
+        label=run_dir.resolve().name,
+        color=COLORS[index % len(COLORS)],
+        marker=MARKERS[index % len(MARKERS)],
+        metrics=[metrics[step] for step in sorted(metrics)],
+        evaluations=[evaluations[key] for key in sorted(evaluations)],
+    )
+
+
+# --- panels
+
+
+def draw_rewards(ax: Axes, runs: list[Run]) -> None:
+    """Reward and format reward of the training batches, in percent of the responses."""
+    for run in runs:
+        run.line(ax, *run.series("reward_mean", 100))
+        run.line(ax, *run.series("format_reward_mean", 100), DASHED)
+    _finish(ax, "Training batches", "responses (%)", {"right": SOLID, "well formed": DASHED})
+    _percent(ax)
+
+
+def draw_validation(ax: Axes, runs: list[Run]) -> None:
+    """Validation accuracy: sampled with its 95 % interval, greedy as hollow marks."""
+    steps = [r["step"] for run in runs for r in run.evaluations]
+    width = (max(steps) - min(steps)) if steps else 0
+    greedy_seen = False
+    for i, run in enumerate(runs):
+        shift = 0.008 * width * (i - (len(runs) - 1) / 2)  # so that the bars of different runs do not hide each other
+        for kind, style in (("sampled", SOLID), ("greedy", DASHED)):
+            records = [r for r in run.evaluations if r["kind"] == kind]
+            if not records:
+                continue
+            xs = [r["step"] + shift for r in records]
+            ys = [100 * r["accuracy"] for r in records]
+            if kind == "greedy":
+                greedy_seen = True
+                ax.plot(xs, ys, style, color=run.color, marker=run.marker, markersize=6, fillstyle="none", linewidth=1)
+                continue
+            below = [y - 100 * r["interval"][0] for y, r in zip(ys, records, strict=True)]
+            above = [100 * r["interval"][1] - y for y, r in zip(ys, records, strict=True)]
+            ax.errorbar(
+                xs, ys, yerr=[below, above], fmt=style, color=run.color, marker=run.marker, markersize=4,
+                capsize=3, linewidth=1.4,
+            )  # fmt: skip
+    legend = {"sampled, 95 % interval": SOLID} | ({"greedy": DASHED} if greedy_seen else {})
+    _finish(ax, "Validation", "accuracy (%)", legend)
+    _percent(ax)
+
+
+def draw_length(ax: Axes, runs: list[Run]) -> None:
+    """Mean and longest response of each training batch, in tokens."""
+    for run in runs:
+        run.line(ax, *run.series("response_length_mean"))
+        run.line(ax, *run.series("response_length_max"), DOTTED)
+    _finish(ax, "Response length", "tokens", {"mean": SOLID, "longest": DOTTED})
+    ax.set_ylim(bottom=0)
+
+
+def draw_shares(ax: Axes, runs: list[Run]) -> None:
+    """Truncated responses, and groups whose rewards are all equal, in percent."""
+    for run in runs:
+        run.line(ax, *run.series("truncated_share", 100))
+        run.line(ax, *run.series("zero_variance_groups", 100), DASHED)
+    legend = {"responses cut off": SOLID, "groups of equal rewards": DASHED}
+    _finish(ax, "Truncated, and without a signal", "share (%)", legend)
+    _percent(ax)
+
+
+def draw_entropy(ax: Axes, runs: list[Run]) -> None:
+    """Mean entropy of the next-token distribution, in nats."""
+    for run in runs:
+        run.line(ax, *run.series("entropy"))
+    _finish(ax, "Entropy", "nats a token")
+    ax.set_ylim(bottom=0)
+
+
+def draw_kl(ax: Axes, runs: list[Run]) -> None:
+    """KL from the rollout policy in nats; where anything was clipped, its share on a second axis."""
+    for run in runs:
+        run.line(ax, *run.series("kl_rollout"))
+    clipped = [run for run in runs if any(run.series("clip_fraction")[1])]
+    _finish(
+        ax, "Distance from the rollout policy", "KL (nats a token)", {"KL": SOLID, "clipped": DASHED} if clipped else {}
+    )
+    ax.ticklabel_format(axis="y", scilimits=(-3, 3))
+    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])  # room for the legend above the lines
+    if clipped:
+        right = ax.twinx()
+        for run in clipped:
+            run.line(right, *run.series("clip_fraction", 100), DASHED)
+        right.set_ylabel("clipped tokens (%)")
+        right.set_ylim(0, 1.3 * right.get_ylim()[1])
+
+
+def draw_seconds(ax: Axes, runs: list[Run]) -> None:
+    """Seconds of each phase, stacked: of every step for one run, the mean step for several."""
+    shown = [name for name in SECONDS if any(any(run.series(name)[1]) for run in runs)]
+    if len(runs) == 1:
+        positions = [float(step) for step, _ in zip(*runs[0].series("step"), strict=True)]
+        heights = {name: [r.get(name, 0.0) for r in runs[0].metrics] for name in shown}
+        width = 1.0
+    else:
+        positions = [float(i) for i in range(len(runs))]
+        heights = {name: [statistics.fmean(run.series(name)[1] or [0.0]) for run in runs] for name in shown}
+        width = 0.6
+    base = [0.0] * len(positions)
+    for name in shown:
+        ax.bar(positions, heights[name], width, base, **_phase_bar(SECONDS[name]))
+        base = [b + h for b, h in zip(base, heights[name], strict=True)]
+    title = "Seconds by phase" if len(runs) == 1 else "Seconds by phase, mean of the steps"
+    _finish(ax, title, "seconds a step")
+    ax.set_ylim(0, 1.45 * max(base, default=0) or 1)  # room for the legend above the bars
+    if shown:
+        ax.legend(ncols=3, loc="upper center")
+    if len(runs) > 1:
+        _name_runs(ax, runs)
+
+
+def draw_memory(ax: Axes, runs: list[Run]) -> None:
+    """Memory of each phase in GiB: of every step for one run, the highest step for several."""
+    if len(runs) == 1:
+        for i, (name, phase) in enumerate(MEMORY.items()):
+            xs, ys = runs[0].series(name, 2**-30)
+            if any(ys):
+                style = (SOLID, DOTTED, DASHED)[i]
+                look = dataclasses.replace(runs[0], label=phase, color=PHASE_COLORS[phase], marker=MARKERS[i])
+                look.line(ax, xs, ys, style)
+        _finish(ax, "Memory by phase", "GiB")
+    else:
+        width = 0.8 / len(MEMORY)
+        for i, (name, phase) in enumerate(MEMORY.items()):
+            heights = [max(run.series(name, 2**-30)[1], default=0.0) for run in runs]
+            if any(heights):
+                positions = [j + (i - 1) * width for j in range(len(runs))]
+                ax.bar(positions, heights, width, **_phase_bar(phase))
+        _finish(ax, "Memory by phase, highest step", "GiB")
+        _name_runs(ax, runs)
+    ax.set_ylim(0, 1.25 * max(ax.get_ylim()[1], 1e-3))
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(ncols=3, loc="upper center")
+
+
+def _finish(ax: Axes, title: str, ylabel: str, styles: dict[str, LineStyle] | None = None) -> None:
+    """Title, labelled axes, a light grid, and a legend that says which line style is which quantity."""
+    ax.set_title(title)
+    ax.set_xlabel("rollout batch")
+    ax.set_ylabel(ylabel)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(alpha=0.3, linewidth=0.6)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    if not ax.has_data():
+        ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", va="center", color="0.4")
+    elif styles:
+        ax.legend(handles=[Line2D([], [], color="0.3", linestyle=s, label=name) for name, s in styles.items()])
+
+
+def _percent(ax: Axes) -> None:
+    ax.set_ylim(-3, 103)
+
+
+def _phase_bar(phase: str) -> dict[str, Any]:
+    return {
+        "label": phase,
+        "color": PHASE_COLORS[phase],
+        "hatch": PHASE_HATCHES[phase],
+        "edgecolor": "white",
+        "linewidth": 0,
+    }
+
+
+def _name_runs(ax: Axes, runs: list[Run]) -> None:
+    """Under bars: each run by its marker and colour, as in the legend of the figure."""
+    ax.set_xlabel("run")
+    ax.set_xticks(range(len(runs)), [""] * len(runs))
+    for i, run in enumerate(runs):
+        ax.plot([i], [0.0], marker=run.marker, color=run.color, markersize=7, clip_on=False, zorder=5)
