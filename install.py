@@ -37,15 +37,16 @@ def main():
     STAMP.unlink(missing_ok=True)
     build = install_torch(card)
     print("Installing the other packages of constraints.txt into .venv (about a minute) ...", flush=True)
-    # setuptools first, so that the package itself is built with the pinned one and not with a freshly downloaded one
-    pip("install", "-qq", "-c", str(CONSTRAINTS), "setuptools")
+    # First the pins as they are, which is fast and clear with any pip; then this package with the pinned setuptools,
+    # and what another platform needs besides.
+    pip("install", "-qq", "--no-deps", "-r", str(CONSTRAINTS))
     pip("install", "-qq", "-c", str(CONSTRAINTS), "--no-build-isolation", "-e", f".[{EXTRAS}]")
     STAMP.write_text(stamp(version, build))
     print("Installed in .venv. Now: .venv/bin/a5 train", flush=True)
 
 
 def stamp(version, build):
-    """The line in .venv/.installed: a hash of all that decides what is installed, and torch's build, "cpu" or "default"."""
+    """The line in .venv/.installed: a hash of what decides the content, and torch's build, "cpu" or "default"."""
     decisive = (CONSTRAINTS.read_text(), (ROOT / "pyproject.toml").read_text(), str(version), EXTRAS, str(ROOT))
     return f"{hashlib.sha256(repr(decisive).encode()).hexdigest()} {build}\n"
 
