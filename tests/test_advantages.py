@@ -96,6 +96,10 @@ def test_presets_by_hand(impl):
 def test_advantage_eps_is_used(impl):
     advantages, _ = impl.compute_group_normalized_rewards(torch.tensor([1.0, 0.0]), 2, advantage_eps=1.0)
     assert advantages.tolist() == pytest.approx([0.5 / (0.5**0.5 + 1), -0.5 / (0.5**0.5 + 1)])
+    advantages, _ = impl.compute_group_normalized_rewards(
+        torch.tensor([1.0, 0.0]), 2, advantage_eps=1.0, advantage_normalizer="mean"
+    )
+    assert advantages.tolist() == pytest.approx([1 / 3, -1 / 3])  # mu = .5
 
 
 @pytest.mark.parametrize(

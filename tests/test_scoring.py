@@ -190,6 +190,11 @@ def test_blocks_of_another_architecture(impl):
     blocks = impl.get_response_log_probs_in_blocks(model, ids, ids, True, block_size=3)
     for name, value in whole.items():
         torch.testing.assert_close(blocks[name], value)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    left = torch.tensor([[0, 0, 5, 6, 7, 8]])
+    for score in (impl.get_response_log_probs, impl.get_response_log_probs_in_blocks):
+        padded = score(model, left, left, False, attention_mask=mask)["log_probs"][:, 2:]
+        torch.testing.assert_close(padded, whole["log_probs"], msg="did positions count the padding on the left?")
 
 
 def test_blocks_never_hold_the_logits_of_all_positions(impl, tiny_model):

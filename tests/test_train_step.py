@@ -168,11 +168,11 @@ def test_S02_metrics_over_tokens_and_not_over_padding(impl, any_model):
     mask = [[1, 1, 0], [1, 0, 0]]
     for steps in (1, 2):
         scores = GivenScores([[-1.0] * 3] * 2, [[1.0, 1, 9], [4.0, 9, 9]])
-        batch = scores.batch(mask, [1.0, -1.0], rollout_log_probs=[[-1.5, -1.0, 5.0], [-0.5, 5.0, 5.0]])
+        batch = scores.batch(mask, [1.0, -1.0], rollout_log_probs=[[-1.5, -1.2, 5.0], [-0.5, 5.0, 5.0]])
         _, metadata = impl.accumulate_gradients(any_model, batch, steps, score=scores)
         assert metadata["entropy"] == pytest.approx(2.0), "2.5 would be the mean of the microbatches' means"
-        # d = new - sampling: .5, 0, -.5; mean of exp(d) - 1 - d = (.148721 + 0 + .106531) / 3
-        assert metadata["kl_rollout"] == pytest.approx(0.085084, abs=1e-5)
+        # d = new - sampling: .5, .2, -.5; mean of exp(d) - 1 - d = (.148721 + .021403 + .106531) / 3
+        assert metadata["kl_rollout"] == pytest.approx(0.092218, abs=1e-5)
         assert metadata["trained_tokens"] == 3
     assert batch["response_mask"].sum(dim=1).tolist() == [2, 1], "a length is a number of tokens"
 
