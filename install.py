@@ -124,7 +124,7 @@ def install_torch(card):
         print(f"No NVIDIA card found: installing the CPU build of torch {version} ...", flush=True)
         wanted = ["install", "--no-deps", "--retries", "1", "--timeout", "15", f"torch=={version}+cpu"]
         # from where pip looks by itself (a folder of wheels, a mirror), else from PyTorch's own index
-        if pip(*wanted, must=False) or pip(*wanted, "--index-url", CPU_INDEX, must=False):
+        if pip(*wanted, "-q", must=False) or pip(*wanted, "--index-url", CPU_INDEX, must=False):
             return "cpu"
         print(f"The CPU build could not be reached: installing the default build, {DEFAULT_BUILD_SIZE} ...", flush=True)
     elif card:

@@ -232,13 +232,6 @@ def print_findings(findings: list[Finding], console: Console | None = None) -> N
             console.print(finding.remedy, soft_wrap=True, highlight=False, markup=False)
 
 
-def main(runs_dir: Path | str = "runs") -> int:
-    """Diagnose, print, and return the exit code: 1 if anything fails, else 0."""
-    findings = diagnose(runs_dir=runs_dir)
-    print_findings(findings)
-    return int(any(finding.level == "fail" for finding in findings))
-
-
 def runs_on(capability: Capability, arch_list: tuple[str, ...]) -> Literal["native", "ptx", "no"]:
     """How kernels compiled for `arch_list` run on a card: as they are, compiled by the driver from PTX, or not at all.
 
