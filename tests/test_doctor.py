@@ -70,7 +70,7 @@ def test_a_healthy_machine_without_a_card_fails_nothing():
     assert "toy model" in about(findings, "card").message
 
 
-# Kernels and cards (field case X01)
+# Kernels and cards
 
 
 def test_sm_120_needs_a_build_that_has_it():
@@ -231,7 +231,7 @@ def test_an_old_python():
     assert about(diagnose(Machine(python_version=(3, 10, 12))), "Python").level == "fail"
 
 
-# The host (field case V17)
+# The host
 
 
 def test_small_shared_memory_is_named_with_its_size(monkeypatch):
@@ -295,7 +295,7 @@ def test_a_containers_limits_count(monkeypatch):
     assert Probe().cores() == 8
 
 
-# Optional pieces (field case X03)
+# Optional pieces
 
 
 def test_a_broken_flash_attention_is_a_warning(tmp_path, monkeypatch):
