@@ -94,7 +94,7 @@ def test_problems_are_distinct_and_a_longer_list_continues_a_shorter_one():
 def test_problems_are_the_same_everywhere():
     text = json.dumps([to_gsm8k_json(p) for split in SPLITS for p in toy_problems.toy_problems(split, 50, seed=7)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert digest == "cfe8fd67a717499b", "the problems changed: build the toy model again and run the committed runs again"
+    assert digest == "cfe8fd67a717499b", "the problems changed: build the toy model and the committed runs again"
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
