@@ -1,7 +1,8 @@
 """`a5 bench`: what the toy model does on this machine, every figure from one run.
 
-Generation: our lean loop and `model.generate` on the same prompts, in turns, medians of several rounds; at temperature 0 both
-must give the same tokens. Update: the loop itself for a few steps, seconds by phase and peak memory from its own metrics.
+Generation: our lean loop and `model.generate` on the same prompts, in turns, medians of several rounds; at temperature
+0 both must give the same tokens. Update: the loop itself for a few steps, seconds by phase and peak memory from its
+own metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -68,7 +69,7 @@ def compare_generation(
     max_tokens: int = 96,
     rounds: int = 5,
 ) -> GenerationTimes:
-    """Time both ways in turns on the same prompts at temperature 1, after one warm-up each, and compare greedy tokens."""
+    """Time both ways in turns on the same prompts at temperature 1, after a warm-up each; compare greedy tokens."""
     template = load_prompt("r1_zero")
     ids = [encode_prompt(tokenizer, template.render(p.question)) for p in toy_problems("validation", prompts)]
     backend = TransformersRollouts(model, tokenizer, prompts * group_size)
@@ -119,7 +120,7 @@ def library_generate(
     sampling: dict[str, Any] = {"do_sample": False} if temperature == 0 else {
         "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0
     }  # fmt: skip
-    out = model.generate(
+    out = cast(Any, model).generate(
         ids,
         attention_mask=mask,
         max_new_tokens=max_tokens,

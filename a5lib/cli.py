@@ -1,7 +1,8 @@
-"""The command line: `a5 train`, `a5 evaluate`, `a5 plot` and the rest, each a dataclass or function that tyro turns into flags.
+"""The command line: `a5 train`, `a5 evaluate`, `a5 plot` and the rest, each a dataclass or function that tyro turns
+into flags.
 
-Bad input ends in one sentence on standard error and exit code 2, without a traceback. This module holds no logic of its own
-beyond reading flags, calling the layer below and printing what comes back.
+Bad input ends in one sentence on standard error and exit code 2, without a traceback. This module holds no logic of
+its own beyond reading flags, calling the layer below and printing what comes back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -25,6 +26,9 @@ from tqdm.auto import tqdm
 
 from a5lib.config import TOY, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
+
+if TYPE_CHECKING:
+    from a5lib.evaluation import Evaluation
 
 console = Console()
 
@@ -121,7 +125,7 @@ def print_summary(run_dir: Path) -> None:
             f"{100 * greedy['accuracy']:.1f} %",
             "-" if pass_at_8 is None else f"{100 * pass_at_8:.1f} %",
             f"{100 * sampled['format_share']:.1f} %",
-            f"{sampled['length_mean']:.1f}",
+            f"{sampled['response_length_mean']:.1f}",
         )
     console.print(table)
 
@@ -165,13 +169,41 @@ def evaluate_command(flags: EvaluateFlags) -> int:
             progress=bar.update,
         )  # fmt: skip
     say(f"{flags.model}, prompt {template.name}, reward {grader}: {result.describe()}.")
-    result.print(console, show=flags.show)
+    print_evaluation(result, flags.show)
     if flags.output is not None:
         try:
             flags.output.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"The result cannot be written to {flags.output} ({error.strerror}); choose another --output.") from error
+            raise UserError(f"{flags.output} cannot be written ({error.strerror}); choose another --output.") from error
     return 0
+
+
+def print_evaluation(result: Evaluation, show: int) -> None:
+    """The outcome classes with counts, pass@k, lengths, and a few responses of each class."""
+    total = sum(result.counts.values())
+    table = Table(title="Responses")
+    for column in ("outcome", "responses", "share"):
+        table.add_column(column, justify="left" if column == "outcome" else "right")
+    for name, count in result.counts.items():
+        table.add_row(OUTCOME_WORDS[name], str(count), f"{100 * count / total:.1f} %")
+    console.print(table)
+    several = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in result.pass_at_k.items())
+    console.print(
+        f"{several}; {result.response_length_mean:.1f} tokens a response, the longest {result.response_length_max}; "
+        f"{100 * result.truncated_share:.1f} % cut off.",
+        highlight=False,
+    )
+    for name, examples in result.examples.items():
+        for example in examples[:show]:
+            console.rule(OUTCOME_WORDS[name])
+            console.print(f"{example.question}\n[right answer: {example.answer}]\n{example.response}", markup=False)
+
+
+OUTCOME_WORDS = {
+    "right": "right",
+    "wrong": "well formed, wrong answer",
+    "malformed": "malformed",
+}
 
 
 def plot_command(
@@ -310,7 +342,8 @@ def default_train_flags(args: list[str]) -> TrainFlags:
             if not value and i + 1 == len(args):
                 raise UserError("--resume needs the folder of a run, such as --resume runs/grpo-seed0.")
             run_dir = Path(value or args[i + 1])
-            values = {f.name: getattr(read_config(run_dir), f.name) for f in dataclasses.fields(TrainConfig)}
+            config = read_config(run_dir)
+            values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
             return TrainFlags(**values | {"output_dir": run_dir, "resume": run_dir})
     return TrainFlags()
 
@@ -330,8 +363,8 @@ def parse(name: str, target: Any, args: list[str], default: Any = None) -> Any:
     value, unknown = parsed
     if unknown:
         known = sorted(set(re.findall(r"--[a-z][a-z0-9-]+", help_text(name, target))))
-        guess = f"; did you mean {nearest(unknown[0].partition('=')[0], known)}?" if known else "."
-        raise UserError(f"Unknown flag {unknown[0]} of a5 {name}{guess} `a5 {name} --help` lists them.".replace(".. ", ". "))
+        guess = nearest(unknown[0].partition("=")[0], known)
+        raise UserError(f"a5 {name} has no flag {unknown[0]}; did you mean {guess}? `a5 {name} --help` lists them all.")
     return value
 
 
@@ -346,9 +379,10 @@ def help_text(name: str, target: Any) -> str:
 def one_sentence(name: str, message: str) -> str:
     """tyro's boxed message as one line."""
     lines = [re.sub(r"[╭╮╰╯│─┌┐└┘]", " ", line).strip() for line in message.splitlines()]
-    text = " ".join(line for line in lines if line and "For full helptext" not in line)
-    text = re.sub(r"^Parsing error\s*", "", re.sub(r"\s+", " ", text)).strip()
-    return f"a5 {name}: {text.rstrip('.')}; see `a5 {name} --help`."
+    text = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
+    text = re.sub(r"(Argument helptext|For full helptext).*", "", text)
+    text = re.sub(r"^\s*(Parsing error|Value error|Invalid choice|Missing argument|Required options)\s*", "", text)
+    return f"a5 {name}: {text.strip().rstrip('.')}; `a5 {name} --help` explains the flags."
 
 
 def print_help() -> None:

@@ -1,8 +1,8 @@
 """What a run is: one flat frozen dataclass, one sentence a field, and the ten algorithm presets.
 
 Every field is a flag of `a5 train`. A field that is `None` takes its value from `TOY_DEFAULTS` when the model is the
-embedded toy model and from `ASSIGNMENT_DEFAULTS` otherwise; `resolve` fills them in and checks what can be checked without
-touching a file. This module knows nothing about torch, files or devices.
+embedded toy model and from `ASSIGNMENT_DEFAULTS` otherwise; `resolve` fills them in and checks what can be checked
+without touching a file. This module knows nothing about torch, files or devices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from a5lib.errors import UserError
 
@@ -67,7 +67,7 @@ class TrainConfig:
     """Attention kernel of transformers; `flash_attention_2` falls back to `sdpa` with a warning where it is missing."""
 
     algorithm: str = "grpo"
-    """Preset: grpo, grpo_constant, dr_grpo, rft, maxrl, offpolicy_naive, offpolicy_noclip, offpolicy_clip, offpolicy_gspo or cispo."""
+    """Preset: grpo, grpo_constant, dr_grpo, rft, maxrl, offpolicy_(naive, noclip, clip, gspo) or cispo."""
     cliprange: float | None = None
     """Clip width epsilon of the importance ratio (default: the preset's own)."""
     num_steps: int | None = None
@@ -147,25 +147,41 @@ class TrainConfig:
         preset = ALGORITHMS[self.algorithm]
         return preset if self.cliprange is None else dataclasses.replace(preset, cliprange=self.cliprange)
 
-    @property
-    def normalization_constant(self) -> int:
-        """Z of the presets that divide the summed loss by a constant: train batch times longest response."""
-        assert self.train_batch_size is not None and self.max_tokens is not None
-        return self.train_batch_size * self.max_tokens
-
     def to_json(self) -> dict[str, Any]:
         """Every field, in order, as JSON values (paths as text)."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_json`; an unknown field is an error that names it."""
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
         if unknown:
             raise UserError(f"The config has the unknown field {unknown[0]!r}; expected only fields of TrainConfig.")
         paths = {"train_file", "val_file", "output_dir"}
-        return cls(**{k: Path(v) if k in paths and v is not None else v for k, v in values.items()})
+        fields: dict[str, Any] = {k: Path(v) if k in paths and v is not None else v for k, v in values.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(TrainConfig):
+    """A `TrainConfig` with every default filled in; made by `resolve`, frozen in the run folder."""
+
+    num_steps: int = 0
+    train_examples: int = 0
+    val_examples: int = 0
+    rollout_batch_size: int = 0
+    max_tokens: int = 0
+    train_batch_size: int = 0
+    gradient_accumulation_steps: int = 0
+    learning_rate: float = 0.0
+    eval_every: int = 0
+    eval_samples: int = 0
+
+    @property
+    def normalization_constant(self) -> int:
+        """Z of the presets that divide the summed loss by a constant: train batch times longest response."""
+        return self.train_batch_size * self.max_tokens
 
 
 TOY_DEFAULTS: dict[str, Any] = {
@@ -189,6 +205,7 @@ ASSIGNMENT_DEFAULTS: dict[str, Any] = {
     "eval_samples": 1,
 }
 OFF_POLICY_TRAIN_BATCH_SIZE = 8
+MICROBATCH_SIZE = 8
 
 # A resumed run may change these; every other field must be what it was.
 MAY_CHANGE_ON_RESUME = frozenset(
@@ -205,7 +222,7 @@ def nearest(word: str, choices: list[str] | tuple[str, ...]) -> str:
     return max(choices, key=lambda c: difflib.SequenceMatcher(None, word, c).ratio())
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
+def resolve(config: TrainConfig) -> ResolvedConfig:
     """Fill in every `None` that has a default and check that the numbers fit together.
 
     Raises:
@@ -221,23 +238,22 @@ def resolve(config: TrainConfig) -> TrainConfig:
         raise UserError(
             f"Unknown algorithm {config.algorithm!r}; did you mean {guess!r}? Choose from {', '.join(ALGORITHMS)}."
         )
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     defaults = TOY_DEFAULTS if config.model == TOY else ASSIGNMENT_DEFAULTS
-    values = {name: value for name, value in defaults.items() if getattr(config, name) is None}
-    config = dataclasses.replace(config, **values)
-    if config.train_batch_size is None:
+    values |= {name: value for name, value in defaults.items() if values[name] is None}
+    if values["train_batch_size"] is None:
         off_policy = ALGORITHMS[config.algorithm].off_policy
-        size = OFF_POLICY_TRAIN_BATCH_SIZE if off_policy else config.rollout_batch_size
-        config = dataclasses.replace(config, train_batch_size=size)
-    _check_positive(config)
-    if config.gradient_accumulation_steps is None:
-        assert config.train_batch_size is not None
-        microbatch = 1 if config.low_memory else math.gcd(config.train_batch_size, 8)
-        config = dataclasses.replace(config, gradient_accumulation_steps=config.train_batch_size // microbatch)
-    _check_batches(config)
-    return config
+        values["train_batch_size"] = OFF_POLICY_TRAIN_BATCH_SIZE if off_policy else values["rollout_batch_size"]
+    if values["gradient_accumulation_steps"] is None:
+        microbatch = 1 if config.low_memory else math.gcd(values["train_batch_size"], MICROBATCH_SIZE)
+        values["gradient_accumulation_steps"] = values["train_batch_size"] // max(microbatch, 1)
+    resolved = ResolvedConfig(**values)
+    _check_numbers(resolved)
+    _check_batches(resolved)
+    return resolved
 
 
-def _check_positive(config: TrainConfig) -> None:
+def _check_numbers(config: ResolvedConfig) -> None:
     at_least_one = ("rollout_batch_size", "group_size", "max_tokens", "train_batch_size", "generation_batch_size",
                     "eval_samples", "train_examples", "val_examples")  # fmt: skip
     at_least_zero = ("num_steps", "eval_every", "save_every", "log_rollouts_every", "warmup_steps", "temperature",
@@ -261,7 +277,7 @@ def _check_positive(config: TrainConfig) -> None:
         raise UserError("--temperature is 0; training needs samples that differ, so choose a value above 0, such as 1.")
 
 
-def _check_batches(config: TrainConfig) -> None:
+def _check_batches(config: ResolvedConfig) -> None:
     _check_divides(config, "rollout_batch_size", "group_size")
     _check_divides(config, "rollout_batch_size", "train_batch_size")
     _check_divides(config, "train_batch_size", "gradient_accumulation_steps")
@@ -279,7 +295,7 @@ def _check_batches(config: TrainConfig) -> None:
         )
 
 
-def _check_divides(config: TrainConfig, whole: str, part: str) -> None:
+def _check_divides(config: ResolvedConfig, whole: str, part: str) -> None:
     total, size = getattr(config, whole), getattr(config, part)
     if not size >= 1:
         raise UserError(f"{flag(part)} is {size}; it must be at least 1.")
@@ -289,7 +305,7 @@ def _check_divides(config: TrainConfig, whole: str, part: str) -> None:
     below = max((d for d in divisors if d <= size), default=1)
     above = min((d for d in divisors if d >= size), default=total)
     near = f"{below}" if below == above else f"{below} or {above}"
-    raise UserError(f"{flag(whole)} {total} is not divisible by {flag(part)} {size}; the nearest {flag(part)} is {near}.")
+    raise UserError(f"{flag(whole)} {total} is not divisible by {flag(part)} {size}; the nearest that fits is {near}.")
 
 
 def flag(name: str) -> str:

@@ -1,7 +1,7 @@
 """The one exception that means "the input is wrong, and here is what to do".
 
-The command line prints a `UserError` as one sentence and exits with code 2; everything else is a fault of ours and keeps
-its traceback.
+The command line prints a `UserError` as one sentence and exits with code 2; everything else is a fault of ours and
+keeps its traceback.
 """
 
 

@@ -1,4 +1,6 @@
-"""From what happened in one rollout batch to the numbers that are logged. `a5lib.records.METRICS` defines each of them."""
+"""From what happened in one rollout batch to the numbers that are logged. `a5lib.records.METRICS` defines each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from a5lib.grading import r1_zero_lenient_reward_fn
+from a5lib.grading import near_miss_format
 from a5lib.memory import MemoryRecorder
 from a5lib.records import Rollout
 
@@ -50,7 +52,8 @@ class Clock:
 def combine_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """One line from the optimizer steps of a rollout batch.
 
-    Means over tokens are weighted by each step's trained tokens; a batch without any has entropy, clip fraction and KL 0.
+    Means over tokens are weighted by each step's trained tokens; a batch without any has entropy, clip fraction and KL
+    0.
 
     >>> one = dict(loss=1.0, grad_norm=2.0, learning_rate=0.1, entropy=1.0, clip_fraction=0.0, kl_rollout=0.0,
     ...            ratio_min=0.9, ratio_max=1.0, skipped_sequences=0.5, trained_tokens=30)
@@ -79,15 +82,7 @@ def rollout_metrics(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollo
     encoded = tokenizer([c.text for c in completions], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids)
     sampled = [[i for i in c.token_ids if i not in special and i < known] for c in completions]
-    near_miss = (
-        sum(
-            r.rewards["format_reward"] == 0
-            and r1_zero_lenient_reward_fn(r.completion.text, r.problem.answer)["format_reward"] == 1
-            for r in rollouts
-        )
-        if grader == "r1_zero"
-        else 0
-    )
+    near_miss = sum(near_miss_format(c.text) for c in completions) if grader == "r1_zero" else 0
     count = len(rollouts)
     return {
         "near_miss_format": near_miss / count,

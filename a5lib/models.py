@@ -10,8 +10,10 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from a5lib.config import TOY
@@ -45,7 +47,8 @@ def select_device(name: str) -> torch.device:
             f"Device {name!r} is not there: this torch sees no NVIDIA card; use --device cpu, or ask `a5 doctor`."
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}.")
+        last = torch.cuda.device_count() - 1
+        raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{last}.")
     return device
 
 
@@ -103,7 +106,8 @@ def load_policy(
     _check_vocabulary(model, policy, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return policy.to(target).eval(), tokenizer
+    nn.Module.to(policy, target)
+    return policy.eval(), tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -124,7 +128,10 @@ def _check_source(model: str, source: str) -> None:
     if not folder.exists():
         looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1
         if looks_local:
-            raise UserError(f"There is no model folder {model!r}; give `toy`, an existing folder, or an id such as allenai/OLMo-2-0425-1B.")  # fmt: skip
+            raise UserError(
+                f"There is no model folder {model!r}; give `toy`, an existing folder, or an id such as "
+                "allenai/OLMo-2-0425-1B."
+            )
         return
     if not folder.is_dir():
         raise UserError(f"The model {model!r} is a file; give the folder that holds config.json and the weights.")
@@ -133,17 +140,19 @@ def _check_source(model: str, source: str) -> None:
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        raise UserError(f"The file config.json in the model folder {model!r} is not JSON; save the model again.") from None
+        raise UserError(f"config.json in the model folder {model!r} is not JSON; save the model again.") from None
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"The model folder {model!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save the tokenizer there too."
+            f"The model folder {model!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save it there too."
         )
 
 
 def _check_vocabulary(model: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.eos_token_id is None:
-        raise UserError(f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json.")
-    rows = policy.get_input_embeddings().weight.shape[0]
+        raise UserError(
+            f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
+        )
+    rows = cast(nn.Embedding, policy.get_input_embeddings()).num_embeddings
     if rows < len(tokenizer):
         raise UserError(
             f"The model {model!r} has {rows} embedding rows but its tokenizer has {len(tokenizer)} tokens; "
@@ -168,8 +177,8 @@ def _first_line(error: BaseException) -> str:
 def convert_gguf(file: Path, out: Path, dtype: str = "bfloat16") -> None:
     """Write the model in a GGUF file as a Hugging Face folder, weights in `dtype`.
 
-    transformers reads GGUF with the packages gguf and accelerate. What it loads does not save itself, so the weights are
-    copied into a fresh model of the same config.
+    transformers reads GGUF with the packages gguf and accelerate. What it loads does not save itself, so the weights
+    are copied into a fresh model of the same config.
 
     Raises:
         UserError: the file or a package is missing, or `out` is not empty.

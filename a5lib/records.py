@@ -23,8 +23,8 @@ class Completion:
     """One sampled response, exactly as the engine sampled it.
 
     `token_ids` holds the sampled ids, the end-of-sequence token included when it was sampled; `log_probs` holds one
-    float32 log-probability per id under the sampling policy at the sampling temperature; `text` is the decoded response with
-    the stop string kept. `finish_reason` is "stop" (stop string or end-of-sequence) or "length".
+    float32 log-probability per id under the sampling policy at the sampling temperature; `text` is the decoded
+    response with the stop string kept. `finish_reason` is "stop" (stop string or end-of-sequence) or "length".
     """
 
     prompt_index: int
@@ -59,14 +59,14 @@ METRICS: dict[str, str] = {
     "step": "Number of the rollout batch, from 1.",
     "optimizer_steps": "Optimizer steps taken since the start of the run.",
     "learning_rate": "Learning rate of the last optimizer step.",
-    "loss": "Negated objective, mean over the optimizer steps of this rollout batch; its sign and size say little by themselves.",
+    "loss": "Negated objective, mean over the optimizer steps; its size says little by itself.",
     "grad_norm": "Global L2 norm of the gradient before clipping, mean over the optimizer steps.",
     "entropy": "Mean over trained response tokens of the entropy of the next-token distribution, in nats.",
-    "clip_fraction": "Share of trained response tokens (GSPO: of their sequences' tokens) on which clipping changed the loss.",
+    "clip_fraction": "Share of trained response tokens on which clipping changed the loss (GSPO: all of a sequence).",
     "ratio_min": "Smallest importance ratio, new over old, on a trained response token (1 where none is used).",
     "ratio_max": "Largest importance ratio on a trained response token (1 where none is used).",
-    "kl_rollout": "Estimate of KL(rollout policy || current policy) per trained response token: mean of exp(d) - 1 - d, "
-    "d = current minus sampling log-probability.",
+    "kl_rollout": "Estimate of KL(rollout policy || current policy) per trained response token: the mean of "
+    "exp(d) - 1 - d, with d = current minus sampling log-probability.",
     "reward_mean": "Mean reward of the rollout batch (the answer's correctness, 0 or 1).",
     "reward_std": "Population standard deviation of the reward over the rollout batch.",
     "format_reward_mean": "Share of responses in the required format; logged, never paid.",
@@ -94,7 +94,7 @@ METRICS: dict[str, str] = {
     "seconds_eval": "Seconds spent validating.",
     "seconds_save": "Seconds spent on the checkpoint after the rollout batch before this one.",
     "seconds_step": "Seconds for the whole rollout batch.",
-    "memory_generate": "Peak card memory while generating, in bytes; on the CPU the process's resident set at the end of the phase.",
+    "memory_generate": "Peak card memory while generating, in bytes; on the CPU the process's resident set afterwards.",
     "memory_score": "The same for scoring.",
     "memory_update": "The same for the updates.",
 }

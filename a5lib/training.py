@@ -1,8 +1,8 @@
 """The loop. It reads straight down: rollouts, rewards, advantages, update, log, evaluate, save.
 
-It does not know which engine trains, which backend generates, or whose code computes the mathematics: it receives `algo`.
-An on-policy preset takes one optimizer step on each rollout batch; an off-policy preset cuts the batch into train batches and
-takes a step on each, against log-probabilities that were scored once, before the first.
+It does not know which engine trains, which backend generates, or whose code computes the mathematics: it receives
+`algo`. An on-policy preset takes one optimizer step on each rollout batch; an off-policy preset cuts the batch into
+train batches and takes a step on each, against log-probabilities that were scored once, before the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from a5lib.checkpoints import Checkpoint, capture_rng, latest_checkpoint, restore_rng, save_checkpoint
-from a5lib.config import MAY_CHANGE_ON_RESUME, TrainConfig, flag, resolve
+from a5lib.config import MAY_CHANGE_ON_RESUME, ResolvedConfig, TrainConfig, flag, resolve
 from a5lib.data import BatchSampler, load_gsm8k
 from a5lib.engines import Batch, Engine
 from a5lib.engines.resident import ResidentEngine
@@ -70,7 +70,7 @@ class Summary:
 
 
 def train(
-    config: TrainConfig,
+    flags: TrainConfig,
     algo: Any,
     *,
     resume: bool = False,
@@ -80,16 +80,17 @@ def train(
     """Train a policy and leave a run folder.
 
     Args:
-        config: the run; `None` fields are filled in by `a5lib.config.resolve`.
+        flags: the run; `None` fields are filled in by `a5lib.config.resolve`.
         algo: the exercise functions (see `a5lib.course.load_algo`).
-        resume: continue the run in `config.output_dir` from its newest complete checkpoint.
+        resume: continue the run in `flags.output_dir` from its newest complete checkpoint.
         on_step: called with each line of metrics, after it has been written.
         say: receives the few sentences that a person should read.
 
     Raises:
-        UserError: the input is wrong (before any work), or the loss or gradient is not finite (the last checkpoint stays).
+        UserError: the input is wrong (before any work), or the loss or gradient is not finite (the last checkpoint
+        stays).
     """
-    config = resolve(config)
+    config = resolve(flags)
     preset = config.preset
     template = load_prompt(config.prompt)
     grader = grader_name(template, config.grader)
@@ -234,7 +235,7 @@ def train(
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())
 
 
-def load_problems(config: TrainConfig) -> tuple[list[Problem], list[Problem]]:
+def load_problems(config: ResolvedConfig) -> tuple[list[Problem], list[Problem]]:
     """Training and validation problems: from the files, or from the embedded generator where no file is named."""
     train = (
         toy_problems("train", config.train_examples)
@@ -261,14 +262,14 @@ def check_context(
     longest = max(len(encode_prompt(tokenizer, template.render(p.question))) for p in problems)
     if longest + max_tokens > context:
         raise UserError(
-            f"--max-tokens {max_tokens} does not fit: the longest prompt has {longest} tokens and the model's context is "
-            f"{context}; use --max-tokens {context - longest} or fewer."
+            f"--max-tokens {max_tokens} does not fit: the longest prompt has {longest} tokens and the model's context "
+            f"is {context}; use --max-tokens {context - longest} or fewer."
             if longest < context
             else f"The longest prompt has {longest} tokens but the model's context is {context}; use shorter prompts."
         )
 
 
-def claim_run_dir(config: TrainConfig) -> Path:
+def claim_run_dir(config: ResolvedConfig) -> Path:
     """Make the run folder; it must be new or empty."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = config.output_dir or Path("runs") / f"{config.algorithm}-seed{config.seed}-{stamp}"
@@ -279,11 +280,11 @@ def claim_run_dir(config: TrainConfig) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"The run folder {run_dir} cannot be made ({error.strerror}); choose another --output-dir.") from error
+        raise UserError(f"{run_dir} cannot be made ({error.strerror}); choose another --output-dir.") from error
     return run_dir
 
 
-def open_run(config: TrainConfig) -> tuple[Path, Checkpoint]:
+def open_run(config: ResolvedConfig) -> tuple[Path, Checkpoint]:
     """The run folder to continue and its newest complete checkpoint; a field that may not change is refused by name."""
     run_dir = config.output_dir
     assert run_dir is not None
@@ -291,7 +292,9 @@ def open_run(config: TrainConfig) -> tuple[Path, Checkpoint]:
     for name in (f.name for f in dataclasses.fields(TrainConfig)):
         old, new = getattr(before, name), getattr(config, name)
         if old != new and name not in MAY_CHANGE_ON_RESUME:
-            raise UserError(f"{flag(name)} was {old} in this run and cannot become {new} on resume; start a new run for that.")
+            raise UserError(
+                f"{flag(name)} was {old} in this run and cannot become {new} on resume; start a new run for that."
+            )
     return run_dir, latest_checkpoint(run_dir)
 
 
@@ -302,7 +305,8 @@ def make_batch(
     completions: Sequence[Completion],
     advantages: Tensor,
 ) -> Batch:
-    """The batch that engines take: ids, labels and mask [B, T], advantages [B], and the sampling log-probabilities [B, T].
+    """The batch that engines take: ids, labels and mask [B, T], advantages [B], and the sampling log-probabilities [B,
+    T].
 
     The ids are those that were sampled; text is never tokenised again. Taught in notebook 02.
     """
@@ -331,12 +335,13 @@ def keep_best(state: RunState, result: Evaluation) -> None:
         state.best_accuracy, state.best_step = result.accuracy, state.step
 
 
-def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunState, config: TrainConfig) -> str:
+def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunState, config: ResolvedConfig) -> str:
     """The sentence for a loss or gradient that is not finite."""
     kept = "no checkpoint was kept" if not config.save_every else "the last checkpoint is untouched"
     return (
-        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {error}; no parameter was changed "
-        f"after optimizer step {state.optimizer_steps} and {kept}; try a smaller --learning-rate or --dtype float32."
+        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {str(error).rstrip('.')}; no "
+        f"parameter was changed after optimizer step {state.optimizer_steps} and {kept}; try a smaller --learning-rate or "
+        "--dtype float32."
     )
 
 
@@ -346,7 +351,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise UserError(f"The model could not be saved in {folder} ({error}); free some space and resume the run.") from error
+        raise UserError(f"The model cannot be saved in {folder} ({error}); make room and resume the run.") from error
 
 
 @dataclass

@@ -10,7 +10,9 @@ from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level characters and nothing merged; `<pad>` is 0 and `<eos>` is 1."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i + 2 for i, c in enumerate(alphabet)} | {"<pad>": 0, "<eos>": 1}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i + 2 for i, c in enumerate(alphabet)} | {"<pad>": 0, "<eos>": 1}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<eos>", special=True)])

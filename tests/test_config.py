@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from a5lib.config import ALGORITHMS, TrainConfig, nearest, resolve
+from a5lib.config import ALGORITHMS, ResolvedConfig, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
 
 
@@ -34,8 +34,8 @@ def test_L12_the_config_called_maxrl_runs_maxrl() -> None:
 
 def test_defaults_of_the_assignment() -> None:
     config = resolve(TrainConfig(model="some/folder"))
-    got = (config.num_steps, config.rollout_batch_size, config.group_size, config.train_batch_size, config.learning_rate,
-           config.max_tokens, config.train_examples, config.val_examples, config.eval_every, config.max_grad_norm,
+    got = (config.num_steps, config.rollout_batch_size, config.group_size, config.train_batch_size,
+           config.learning_rate, config.max_tokens, config.train_examples, config.val_examples, config.eval_every, config.max_grad_norm,
            config.adam_beta1, config.adam_beta2, config.weight_decay, config.temperature, config.top_p)  # fmt: skip
     assert got == (200, 256, 8, 256, 1e-5, 512, 6400, 1024, 10, 1.0, 0.9, 0.95, 0.0, 1.0, 1.0)
     assert config.gradient_accumulation_steps == 32, "microbatches of 8"
@@ -87,7 +87,7 @@ def test_group_size_1_is_fine_without_a_baseline() -> None:
 
 def test_json_round_trip_keeps_every_field(tmp_path: Path) -> None:
     config = resolve(TrainConfig(train_file=tmp_path / "a b.jsonl", output_dir=tmp_path, cliprange=0.1))
-    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert ResolvedConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_an_unknown_field_is_named() -> None:

@@ -80,7 +80,9 @@ def test_V06_the_completions_of_a_group_differ_and_a_seed_repeats_them(backend) 
     assert first == again
     assert first != other, "the next step must not repeat this step's responses"
     for group in (first[:4], first[4:]):
-        assert len({tuple(ids) for ids in group}) == 4, "one random stream for the whole group gives identical responses"
+        assert len({tuple(ids) for ids in group}) == 4, (
+            "one random stream for the whole group gives identical responses"
+        )
 
 
 def test_generation_leaves_the_callers_random_state_alone(backend) -> None:

@@ -1,4 +1,5 @@
-"""Engines: what turns a batch into a gradient and a gradient into a step. Every engine has the same small face, `Engine`.
+"""Engines: what turns a batch into a gradient and a gradient into a step. Every engine has the same small face,
+`Engine`.
 
 The loop does not know which engine it has. Batches are dictionaries of CPU tensors; an engine moves what it needs.
 """

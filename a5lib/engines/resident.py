@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from a5lib.config import TrainConfig
+from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
 from a5lib.optimizers import AdamW, clip_grad_norm
 
@@ -27,7 +27,7 @@ class ResidentEngine:
         algo: the exercise functions (see `a5lib.course.load_algo`).
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig, algo: Any) -> None:
+    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, algo: Any) -> None:
         self.model = model
         self.config = config
         self.algo = algo
@@ -63,32 +63,28 @@ class ResidentEngine:
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
         """See `Engine.accumulate`; the work is `algo.accumulate_gradients`."""
         preset = self.config.preset
-        order = by_length(batch["response_mask"])
+        constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
         self.model.train()  # layers are recomputed only in training mode; these models have no dropout
         try:
             loss, metadata = self.algo.accumulate_gradients(
                 self.model,
-                {name: values[order].to(self.device) for name, values in batch.items()},
+                batch,
                 self.config.gradient_accumulation_steps,
                 preset.importance_reweighting_method,
                 preset.cliprange,
                 preset.loss_normalization,
-                self.config.normalization_constant if preset.loss_normalization == "constant" else None,
+                constant,
                 self.config.temperature,
                 score=self.score_fn,
-                algo=self.algo,
             )
         finally:
             self.model.eval()
         return float(loss), metadata
 
     def step(self, learning_rate: float) -> float:
-        """See `Engine.step`. A batch in which every sequence was skipped has no gradient: its norm is 0."""
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        """See `Engine.step`."""
         try:
-            norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+            norm = clip_grad_norm(self.model.named_parameters(), self.config.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()

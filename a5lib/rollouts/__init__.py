@@ -1,7 +1,7 @@
 """Rollouts: what turns prompts into completions. Every backend has the same small face, `RolloutBackend`.
 
-The loop does not know which backend it has. It calls `sync` with the current weights before it generates, and gets back the
-tokens that were sampled with their log-probabilities.
+The loop does not know which backend it has. It calls `sync` with the current weights before it generates, and gets
+back the tokens that were sampled with their log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RolloutBackend(Protocol):
     """The face of a generation backend."""
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], step: int) -> None:
-        """Take over the policy's weights as they are after rollout batch `step`; generating before a sync is an error."""
+        """Take over the policy's weights as they are after rollout batch `step`; only then may it generate."""
         ...
 
     def generate(

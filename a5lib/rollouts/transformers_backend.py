@@ -1,8 +1,9 @@
 """Generation with the transformers model itself: a lean loop that prefills each prompt once.
 
-`model.generate` runs the prompt once per completion and keeps finished rows in the batch. This loop runs each prompt once,
-copies its keys and values to the n completions of the group, writes new keys and values into memory that is already there,
-and drops finished rows. At temperature 0 it gives the tokens of `generate`. It does not know about training.
+`model.generate` runs the prompt once per completion and keeps finished rows in the batch. This loop runs each prompt
+once, copies its keys and values to the n completions of the group, writes new keys and values into memory that is
+already there, and drops finished rows. At temperature 0 it gives the tokens of `generate`. It does not know about
+training.
 """
 
 from __future__ import annotations
@@ -11,36 +12,41 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from a5lib.errors import UserError
 from a5lib.records import Completion
 
-
 KEEP_UNTIL = 7 / 8  # finished rows are dropped when no more than this share is still being decoded
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, capacity, head size], of which the first `length` positions are in use.
+    """Keys and values of one layer, [rows, heads, capacity, head size], of which the first `length` positions are in
+    use.
 
     `DynamicLayer` copies everything it holds at each token; this one writes the new position in place.
     """
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
         self.length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             rows, heads, _, head_size = key_states.shape
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = key_states.new_empty(rows, heads, self.capacity, head_size)
             self.values = value_states.new_empty(rows, heads, self.capacity, value_states.shape[-1])
             self.is_initialized = True
-        end = self.length + key_states.shape[-2]
+        end: int = self.length + key_states.shape[-2]
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -78,7 +84,7 @@ class TransformersRollouts:
         batch_size: completions decoded side by side.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int = 256) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 256) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
@@ -102,8 +108,8 @@ class TransformersRollouts:
         seed: int,
         progress: Callable[[int], object] | None = None,
     ) -> list[Completion]:
-        """See `RolloutBackend.generate`. Log-probabilities are those of softmax(logits / temperature), in float32 and before
-        top-p; at temperature 0 the likeliest token is taken and they are those of softmax(logits).
+        """See `RolloutBackend.generate`. Log-probabilities are those of softmax(logits / temperature), in float32 and
+        before top-p; at temperature 0 the likeliest token is taken and they are those of softmax(logits).
 
         Raises:
             UserError: a prompt is empty, or longer than the context less `max_tokens`.
@@ -148,7 +154,7 @@ class TransformersRollouts:
         ids, mask = _left_pad(unique, self.tokenizer.pad_token_id or 0, device)  # [P, W]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         layers = [PreallocatedLayer(ids.shape[1] + max_tokens) for _ in range(self.model.config.num_hidden_layers)]
-        cache = Cache(layers=layers)
+        cache = Cache(layers=list(layers))
         logits = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
@@ -205,7 +211,7 @@ class TransformersRollouts:
     def text(self, token_ids: list[int]) -> str:
         """The decoded response; special tokens, and ids that the tokenizer does not know, have no text."""
         known = [i for i in token_ids if i < len(self._pieces)]
-        return self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _pieces_that_may_end(self, stop: Sequence[str]) -> set[int]:
         """Ids whose text holds the last character of a stop string: only after these is the text worth decoding."""
@@ -275,7 +281,7 @@ def _check_lengths(prompts: Sequence[list[int]], max_tokens: int, context: int) 
         )
 
 
-def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every id that ends a response: the tokenizer's, and those of the model's generation config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]

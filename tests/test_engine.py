@@ -1,0 +1,150 @@
+"""The resident engine against a plain PyTorch loop in float64, with and without --low-memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from a5lib.config import TrainConfig, resolve
+from a5lib.course import load_algo
+from a5lib.engines.resident import ResidentEngine, by_length, used_width
+from tests.helpers import tiny_olmo2
+
+PROMPT = 4
+
+
+def ragged_batch(rows: int = 8, longest: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (rows,), generator=generator)
+    width = PROMPT + int(lengths.max()) - 1
+    ids = torch.randint(2, 250, (rows, width + 1), generator=generator)
+    position = torch.arange(1, width + 1)
+    mask = (position >= PROMPT) & (position < PROMPT + lengths[:, None])
+    ids[:, 1:][~(position < PROMPT + lengths[:, None])] = 0
+    advantages = torch.randn(rows, generator=generator)
+    advantages[2] = 0.0
+    noise = 0.1 * torch.randn(rows, width, generator=generator)
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask, "advantages": advantages,
+            "old_log_probs": noise - 5, "rollout_log_probs": noise - 5}  # fmt: skip
+
+
+def engine(low_memory: bool = False, algorithm: str = "offpolicy_clip", seed: int = 0) -> ResidentEngine:
+    config = resolve(TrainConfig(model="x", algorithm=algorithm, rollout_batch_size=8, group_size=4, train_batch_size=8,
+                                 gradient_accumulation_steps=4, low_memory=low_memory, max_tokens=16))  # fmt: skip
+    return ResidentEngine(tiny_olmo2(seed), config, load_algo("solutions"))
+
+
+def float64_gradients(batch: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Gradient of the clipped loss, mean over tokens then over rows, written straight from the formula."""
+    model = tiny_olmo2(seed).double()
+    total = torch.zeros((), dtype=torch.float64)
+    rows = len(batch["advantages"])
+    for b in range(rows):
+        keep = batch["response_mask"][b]
+        log_probs = torch.log_softmax(model(batch["input_ids"][b][None]).logits[0], -1)
+        new = log_probs.gather(-1, batch["labels"][b][:, None])[:, 0][keep]
+        w = (new - batch["old_log_probs"][b][keep].double()).exp()
+        advantage = batch["advantages"][b].double()
+        total = total - torch.minimum(advantage * w, advantage * w.clamp(0.8, 1.2)).mean() / rows
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_gradients_are_those_of_a_plain_float64_loop(low_memory: bool) -> None:
+    batch = ragged_batch()
+    this = engine(low_memory)
+    this.accumulate(batch)
+    expected = float64_gradients(batch)
+    for name, parameter in this.model.named_parameters():
+        error = (parameter.grad.double() - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_scores_are_those_of_each_row_alone(low_memory: bool) -> None:
+    batch = ragged_batch()
+    scores = engine(low_memory).score(batch)
+    reference = tiny_olmo2().double()
+    for b, keep in enumerate(batch["response_mask"]):
+        with torch.no_grad():
+            log_probs = torch.log_softmax(reference(batch["input_ids"][b][None]).logits[0], -1)
+        expected = log_probs.gather(-1, batch["labels"][b][:, None])[:, 0]
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        torch.testing.assert_close(scores["log_probs"][b][keep].double(), expected[keep], rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores["token_entropy"][b][keep].double(), entropy[keep], rtol=0, atol=1e-5)
+
+
+def test_K01_low_memory_gives_no_warning_and_leaves_the_cache_flag(caplog: pytest.LogCaptureFixture) -> None:
+    this = engine(low_memory=True)
+    before = this.model.config.use_cache
+    this.accumulate(ragged_batch())
+    this.step(1e-3)
+    assert this.model.config.use_cache == before, "generation would be slow from now on"
+    assert not this.model.training
+    assert "use_cache" not in caplog.text
+
+
+def test_a_step_is_the_one_of_torch_adamw_with_a_clipped_gradient() -> None:
+    batch = ragged_batch()
+    this = engine()
+    this.accumulate(batch)
+    other = tiny_olmo2()
+    for mine, parameter in zip(this.model.parameters(), other.parameters(), strict=True):
+        parameter.grad = mine.grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    torch.optim.AdamW(other.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0).step()
+    assert this.step(1e-3) == pytest.approx(norm.item(), rel=1e-5)
+    for (name, mine), parameter in zip(this.model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-7, msg=name)
+    assert all(p.grad is None for p in this.model.parameters()), "the next step would add to this gradient"
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    this = engine()
+    this.accumulate(ragged_batch())
+    before = [p.detach().clone() for p in this.model.parameters()]
+    next(iter(this.model.parameters())).grad[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError):
+        this.step(1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(before, this.model.parameters(), strict=True))
+    assert all(p.grad is None for p in this.model.parameters())
+
+
+def test_a_loss_that_is_not_finite_names_its_row() -> None:
+    batch = ragged_batch()
+    batch["advantages"][5] = torch.inf
+    with pytest.raises(FloatingPointError, match="row 5"):
+        engine().accumulate(batch)
+
+
+def test_a_batch_without_advantages_still_takes_the_step() -> None:
+    this = engine()
+    this.accumulate(ragged_batch())
+    this.step(1e-3)
+    before = [p.detach().clone() for p in this.model.parameters()]
+    loss, stats = this.accumulate({**ragged_batch(seed=1), "advantages": torch.zeros(8)})
+    assert (loss, stats["skipped_sequences"]) == (0.0, 1.0)
+    assert this.step(1e-3) == 0.0
+    moved = [not torch.equal(a, b) for a, b in zip(before, this.model.parameters(), strict=True)]
+    assert any(moved), "the moments of earlier steps still move the weights"
+
+
+def test_tensors_restore_an_engine_bit_for_bit() -> None:
+    first = engine()
+    first.accumulate(ragged_batch())
+    first.step(1e-3)
+    saved = {group: {name: t.clone() for name, t in named.items()} for group, named in first.tensors().items()}
+    second = engine(seed=7)
+    second.load_tensors(saved)
+    for this in (first, second):
+        this.accumulate(ragged_batch(seed=2))
+        this.step(1e-3)
+    for (name, a), (_, b) in zip(first.weights(), second.weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_rows_go_from_the_longest_and_padding_is_cut() -> None:
+    mask = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
+    assert by_length(mask).tolist() == [1, 0, 2]
+    assert [used_width(mask), used_width(mask[2:])] == [3, 1]
