@@ -339,9 +339,9 @@ def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunSta
     """The sentence for a loss or gradient that is not finite."""
     kept = "no checkpoint was kept" if not config.save_every else "the last checkpoint is untouched"
     return (
-        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {str(error).rstrip('.')}; no "
-        f"parameter was changed after optimizer step {state.optimizer_steps} and {kept}; try a smaller --learning-rate or "
-        "--dtype float32."
+        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {str(error).rstrip('.')}; "
+        f"no parameter was changed after optimizer step {state.optimizer_steps} and {kept}; try a smaller "
+        "--learning-rate or --dtype float32."
     )
 
 
