@@ -171,10 +171,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     say(f"{flags.model}, prompt {template.name}, reward {grader}: {result.describe()}.")
     print_evaluation(result, flags.show)
     if flags.output is not None:
-        try:
-            flags.output.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{flags.output} cannot be written ({error.strerror}); choose another --output.") from error
+        write_text(flags.output, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", "--output")
     return 0
 
 
@@ -286,12 +283,72 @@ def from_gguf_command(
     return 0
 
 
+def toy_problems_command(
+    file: Annotated[Path, tyro.conf.Positional],
+    /,
+    split: Literal["train", "tuning", "validation"] = "tuning",
+    count: int = 256,
+    seed: int = 0,
+) -> int:
+    """Write embedded problems as GSM8K JSONL, to read them or to validate on a split of your own.
+
+    Args:
+        file: File to write.
+        split: `tuning` is for choosing settings; results are reported on `validation`.
+        count: Number of problems.
+        seed: Which problems of the split.
+    """
+    from a5lib.toy_problems import to_gsm8k_json, toy_problems
+
+    lines = [json.dumps(to_gsm8k_json(p)) + "\n" for p in toy_problems(split, count, seed)]
+    write_text(file, "".join(lines), "FILE")
+    say(f"Wrote {count} problems to {file}.")
+    return 0
+
+
+def toy_build_command(
+    out: Annotated[Path, tyro.conf.Positional],
+    /,
+    steps: int = 4000,
+    rows: int = 96,
+    documents: int = 20_000,
+    validation: int = 512,
+    seed: int = 0,
+    device: str = "auto",
+) -> int:
+    """Build the embedded toy model anew: tokenizer, training text, training, measurement, card.
+
+    Args:
+        out: Folder to write.
+        steps: Training steps.
+        rows: Rows of text in a step.
+        documents: Generated texts that the tokenizer is trained on.
+        validation: Validation problems for the card.
+        seed: Seed of text and weights.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+    from a5lib.toy_build import build
+
+    build(out, steps=steps, rows=rows, documents=documents, validation=validation, seed=seed, device=device)
+    return 0
+
+
+def write_text(path: Path, text: str, flag: str) -> None:
+    """Write a file that the user named; what goes wrong is one sentence."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another {flag}.") from error
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train_command,
     "evaluate": evaluate_command,
     "plot": plot_command,
     "doctor": doctor_command,
     "bench": bench_command,
+    "toy problems": toy_problems_command,
+    "toy build": toy_build_command,
     "data gsm8k": gsm8k_command,
     "model from-gguf": from_gguf_command,
 }

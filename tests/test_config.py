@@ -34,9 +34,11 @@ def test_L12_the_config_called_maxrl_runs_maxrl() -> None:
 
 def test_defaults_of_the_assignment() -> None:
     config = resolve(TrainConfig(model="some/folder"))
-    got = (config.num_steps, config.rollout_batch_size, config.group_size, config.train_batch_size,
-           config.learning_rate, config.max_tokens, config.train_examples, config.val_examples, config.eval_every,
-           config.max_grad_norm, config.adam_beta1, config.adam_beta2, config.weight_decay, config.temperature, config.top_p)  # fmt: skip
+    names = (
+        "num_steps rollout_batch_size group_size train_batch_size learning_rate max_tokens train_examples val_examples "
+        "eval_every max_grad_norm adam_beta1 adam_beta2 weight_decay temperature top_p"
+    )
+    got = tuple(getattr(config, name) for name in names.split())
     assert got == (200, 256, 8, 256, 1e-5, 512, 6400, 1024, 10, 1.0, 0.9, 0.95, 0.0, 1.0, 1.0)
     assert config.gradient_accumulation_steps == 32, "microbatches of 8"
     assert resolve(TrainConfig(model="x", low_memory=True)).gradient_accumulation_steps == 256, "microbatches of 1"
