@@ -62,7 +62,7 @@ class EvaluateFlags:
     top_p: float = 1.0
     """Nucleus sampling mass."""
     max_tokens: int | None = None
-    """Longest response in tokens (toy 96, otherwise 512)."""
+    """Longest response in tokens (toy 80, otherwise 512)."""
     seed: int = 0
     """Seed of the sampling."""
     device: str = "auto"

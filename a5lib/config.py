@@ -93,7 +93,7 @@ class TrainConfig:
     group_size: int = 8
     """Responses to each prompt."""
     max_tokens: int | None = None
-    """Longest response in tokens (toy 96, otherwise 512)."""
+    """Longest response in tokens (toy 80, otherwise 512)."""
     temperature: float = 1.0
     """Sampling temperature; log-probabilities are scored at the same one."""
     top_p: float = 1.0
@@ -189,7 +189,7 @@ TOY_DEFAULTS: dict[str, Any] = {
     "train_examples": 4096,
     "val_examples": 256,
     "rollout_batch_size": 128,
-    "max_tokens": 96,
+    "max_tokens": 80,
     "learning_rate": 5e-4,
     "eval_every": 10,
     "eval_samples": 8,

@@ -8,6 +8,7 @@ train batches and takes a step on each, against log-probabilities that were scor
 from __future__ import annotations
 
 import dataclasses
+import random
 import signal
 import threading
 import time
@@ -107,7 +108,8 @@ def train(
     check_context(model, tokenizer, template, [*train_problems, *val_problems], config.max_tokens)
     run_dir, checkpoint = open_run(config) if resume else (claim_run_dir(config), None)
 
-    torch.manual_seed(config.seed)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(config.seed)
     engine: Engine = ResidentEngine(model, config, algo)
     backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size)
     recorder = MemoryRecorder(next(model.parameters()).device)
@@ -213,7 +215,8 @@ def train(
                 }
                 log.metrics(metrics)
                 state.save_seconds = 0.0
-                if (due(step, config.save_every) and not last) or stop.requested:
+                stopping = stop.requested and not last
+                if stopping or (due(step, config.save_every) and not last):
                     save()
                 bar.set_postfix(
                     reward=f"{metrics['reward_mean']:.2f}",
@@ -222,7 +225,7 @@ def train(
                 )
                 if on_step is not None:
                     on_step(metrics)
-                if stop.requested and not last:
+                if stopping:
                     return Summary(run_dir, step, finished=False, whose=algo.summary())
 
         keep_best(state, result := validate(config.eval_samples))

@@ -21,11 +21,11 @@ class TokenSums:
     Sums and not means: the mean of two microbatches' means is not the mean over their tokens. Given, not an exercise.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_kl: bool) -> None:
         self.tokens, self.entropy, self.clipped, self.kl = torch.zeros(4, device=device).unbind()
         self.ratio_min = torch.tensor(torch.inf, device=device)
         self.ratio_max = torch.tensor(-torch.inf, device=device)
-        self.has_ratio = self.has_kl = False
+        self.has_ratio, self.has_kl = False, has_kl
 
     def add(self, scored: dict[str, Tensor], loss_metadata: dict[str, Tensor], part: dict[str, Tensor]) -> None:
         """Add a microbatch: its scores, its loss's metadata and its columns, all [b, T]."""
@@ -38,10 +38,9 @@ class TokenSums:
             self.has_ratio = True
             self.ratio_min = torch.minimum(self.ratio_min, torch.where(mask, ratio, torch.inf).amin())
             self.ratio_max = torch.maximum(self.ratio_max, torch.where(mask, ratio, -torch.inf).amax())
-        if "rollout_log_probs" in part:
+        if self.has_kl:
             log_ratio = torch.where(mask, scored["log_probs"].detach() - part["rollout_log_probs"], 0.0)
             log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            self.has_kl = True
             self.kl = self.kl + (log_ratio.exp() - 1.0 - log_ratio).sum()
 
     def read(self) -> dict[str, float]:
@@ -142,7 +141,7 @@ def accumulate_gradients(
     device = next(model.parameters()).device
     advantages, mask = batch["advantages"], batch["response_mask"].bool()  # [B], [B, T]
     columns = {name: batch[name] for name in batch if name != "advantages" and batch[name] is not None}  # [B, T] each
-    sums = TokenSums(device)
+    sums = TokenSums(device, has_kl="rollout_log_probs" in columns)
     total = torch.zeros((), device=device)
     ### BEGIN YOUR CODE: drop rows without gradient, split, weigh each loss, run backward (notebook 08)
     raise NotImplementedError("drop rows without gradient, split, weigh each loss, run backward (notebook 08)")

@@ -1,0 +1,293 @@
+"""The loop on the embedded toy model: every preset, exact resume after a kill, interrupts, and faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import a5lib.training as training
+from a5lib.cli import TrainFlags, as_config, default_train_flags, parse
+from a5lib.config import ALGORITHMS, TrainConfig
+from a5lib.course import load_algo
+from a5lib.errors import UserError
+from a5lib.records import METRICS
+from a5lib.rollouts.transformers_backend import TransformersRollouts
+from a5lib.runlog import read_config, read_jsonl
+from a5lib.training import StopRequest, due, stop_between_steps, stream_seed, train
+
+SMALL = TrainConfig(
+    num_steps=3, rollout_batch_size=16, group_size=4, max_tokens=48, train_examples=16, val_examples=3, eval_samples=2,
+    eval_every=2, save_every=1, device="cpu",
+)  # fmt: skip
+TIMING = ("seconds_", "memory_", "_per_second")
+
+
+def small(folder: Path, **fields: Any) -> TrainConfig:
+    return dataclasses.replace(SMALL, output_dir=folder, **fields)
+
+
+def run(config: TrainConfig, **options: Any) -> training.Summary:
+    return train(config, load_algo("solutions"), say=lambda sentence: None, **options)
+
+
+def resumed(folder: Path, **fields: Any) -> TrainConfig:
+    return dataclasses.replace(read_config(folder), output_dir=folder, **fields)
+
+
+def outcome(folder: Path) -> tuple[list[dict], list[dict]]:
+    """Metrics without what a clock or the machine decides, and evaluations."""
+    metrics = [
+        {k: v for k, v in record.items() if not any(part in k for part in TIMING)}
+        for record in read_jsonl(folder / "metrics.jsonl")
+    ]
+    return metrics, read_jsonl(folder / "evaluations.jsonl")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert outcome(one) == outcome(other)
+    last = sorted(p.name for p in (one / "checkpoints").iterdir())[-1]
+    for group in ("model", "optimizer", "rng"):
+        a, b = (load_file(folder / "checkpoints" / last / f"{group}.safetensors") for folder in (one, other))
+        assert a.keys() == b.keys()
+        different = [name for name in a if not torch.equal(a[name], b[name])]
+        assert not different, f"{group}: {different[:3]} differ after resume"
+    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_preset_trains_three_steps(algorithm: str, tmp_path: Path) -> None:
+    config = small(tmp_path / "run", algorithm=algorithm, eval_every=0, save_every=0, save_final=False)
+    if ALGORITHMS[algorithm].off_policy:
+        config = dataclasses.replace(config, train_batch_size=8)
+    before = {name: p.clone() for name, p in training.load_policy(device="cpu")[0].named_parameters()}
+    trained = {}
+
+    class Engine(training.ResidentEngine):
+        def step(self, learning_rate: float) -> float:
+            norm = super().step(learning_rate)
+            trained.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
+            return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "ResidentEngine", Engine)
+        summary = run(config)
+    metrics = read_jsonl(summary.run_dir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert [m["optimizer_steps"] for m in metrics] == ([2, 4, 6] if ALGORITHMS[algorithm].off_policy else [1, 2, 3])
+    assert all(set(m) == set(METRICS) for m in metrics), "a line of metrics has every metric"
+    assert max(m["grad_norm"] for m in metrics) > 0, "no step had a gradient: choose another seed for this test"
+    assert any(not torch.equal(before[name], trained[name]) for name in before)
+    if ALGORITHMS[algorithm].importance_reweighting_method != "none":
+        assert any(m["ratio_max"] != 1 for m in metrics), "the second update of a rollout batch is off-policy"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "offpolicy_clip"])
+def test_R06_six_steps_are_three_a_kill_and_three(algorithm: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"algorithm": algorithm, "num_steps": 6, "optimizer_state": "bf16_stochastic"}
+    if algorithm == "offpolicy_clip":
+        fields |= {"train_batch_size": 8, "warmup_steps": 9, "dtype": "bfloat16"}
+    whole, cut = tmp_path / "whole", tmp_path / "cut run"
+    run(small(whole, **fields))
+    config = small(cut, **fields)
+    program = (
+        "import json, os, signal, sys\n"
+        "from a5lib.config import TrainConfig\n"
+        "from a5lib.course import load_algo\n"
+        "from a5lib.training import train\n"
+        "config = TrainConfig.from_json(json.loads(sys.argv[1]))\n"
+        "die = lambda m: os.kill(os.getpid(), signal.SIGKILL) if m['step'] == 4 else None\n"
+        "train(config, load_algo('solutions'), on_step=die)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, json.dumps(config.to_json())], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-500:]
+    newest = cut / "checkpoints" / "step-000004" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:1000])  # the disk lost the end of it: continue from step 3
+    run(resumed(cut), resume=True)
+    assert_same_run(whole, cut)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(small(whole, num_steps=3, eval_every=0))
+    run(small(cut, num_steps=2, eval_every=0))
+    run(resumed(cut, num_steps=3), resume=True)
+    assert outcome(whole)[0] == outcome(cut)[0]
+
+
+def test_a_changed_field_is_refused_by_name(tmp_path: Path) -> None:
+    run(small(tmp_path / "run", num_steps=1))
+    with pytest.raises(UserError, match=r"--learning-rate was 0\.0005 .* cannot become 0\.1"):
+        run(resumed(tmp_path / "run", learning_rate=0.1), resume=True)
+    run(resumed(tmp_path / "run", num_steps=2, save_every=5, eval_every=0), resume=True)
+
+
+def test_the_first_thing_after_resume_is_a_sync_of_the_restored_weights(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "run"
+    run(small(folder, num_steps=2))
+    saved = load_file(folder / "checkpoints" / "step-000002" / "model.safetensors")
+    calls: list[tuple[str, Any]] = []
+
+    class Recording(TransformersRollouts):
+        def sync(self, weights, step):
+            weights = dict(weights)
+            calls.append(("sync", step, all(torch.equal(weights[n].detach(), saved[n]) for n in saved)))
+            super().sync(weights.items(), step)
+
+        def generate(self, *args, **kwargs):
+            calls.append(("generate", None, None))
+            return super().generate(*args, **kwargs)
+
+    monkeypatch.setattr(training, "TransformersRollouts", Recording)
+    run(resumed(folder, num_steps=3), resume=True)
+    assert calls[0] == ("sync", 2, True), "rollouts after resume must come from the restored weights"
+    assert [name for name, *_ in calls[:4]] == ["sync", "generate"] * 2, "a sync before every generation"
+
+
+def test_the_run_folder_holds_what_the_readme_lists(tmp_path: Path) -> None:
+    summary = run(small(tmp_path / "run", num_steps=2, log_rollouts_every=2))
+    folder = summary.run_dir
+    assert (summary.finished, summary.step, summary.whose) == (True, 2, "0 of 12 yours")
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*")}
+    assert {"config.json", "environment.json", "command.txt", "metrics.jsonl", "evaluations.jsonl",
+            "rollouts/step-000001.jsonl", "rollouts/step-000002.jsonl", "model/model.safetensors",
+            "model/tokenizer.json"} <= names  # fmt: skip
+    assert len([n for n in names if n.startswith("checkpoints/step-") and n.count("/") == 1]) == 2
+    rollout = read_jsonl(folder / "rollouts" / "step-000002.jsonl")[0]
+    assert len(rollout["completion"]["token_ids"]) == len(rollout["completion"]["log_probs"])
+    kinds = [(e["step"], e["kind"], e["samples"]) for e in read_jsonl(folder / "evaluations.jsonl")]
+    assert kinds == [(0, "sampled", 2), (0, "greedy", 1), (2, "sampled", 2), (2, "greedy", 1)]
+
+
+def test_the_written_command_repeats_the_run(tmp_path: Path) -> None:
+    run(small(tmp_path / "a", num_steps=2, eval_every=0, save_every=0, algorithm="dr_grpo", seed=3))
+    words = (tmp_path / "a" / "command.txt").read_text().split()
+    assert words[:2] == ["a5", "train"]
+    flags = parse("train", TrainFlags, words[2:], TrainFlags())
+    run(dataclasses.replace(as_config(flags), output_dir=tmp_path / "b"))
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+
+
+def test_resume_takes_the_runs_own_config_as_defaults(tmp_path: Path) -> None:
+    run(small(tmp_path / "run", num_steps=1))
+    args = ["--resume", str(tmp_path / "run"), "--num-steps", "2"]
+    flags = parse("train", TrainFlags, args, default_train_flags(args))
+    assert as_config(flags) == resumed(tmp_path / "run", num_steps=2)
+
+
+def test_validation_does_not_change_the_training(tmp_path: Path) -> None:
+    run(small(tmp_path / "often", eval_every=1, save_every=0))
+    run(small(tmp_path / "never", eval_every=0, save_every=0))
+    assert outcome(tmp_path / "often")[0] == outcome(tmp_path / "never")[0]
+
+
+def test_an_interrupt_finishes_the_step_saves_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def interrupt(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    config = small(tmp_path / "run", num_steps=4, save_every=0)
+    summary = train(config, load_algo("solutions"), on_step=interrupt, say=said.append)
+    assert (summary.finished, summary.step) == (False, 2), "the step in which the signal arrives is finished"
+    assert any("interrupt again to drop" in sentence for sentence in said)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert run(resumed(tmp_path / "run"), resume=True).finished
+    whole = tmp_path / "whole"
+    run(small(whole, num_steps=4, save_every=0))
+    assert outcome(whole)[0] == outcome(tmp_path / "run")[0]
+
+
+def test_a_second_interrupt_drops_the_step() -> None:
+    with pytest.raises(KeyboardInterrupt), stop_between_steps(lambda sentence: None) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_outside_the_main_thread_there_is_no_handler() -> None:
+    seen: list[StopRequest] = []
+
+    def body() -> None:
+        with stop_between_steps(lambda sentence: None) as stop:
+            seen.append(stop)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [StopRequest(requested=False)]
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    score = training.ResidentEngine.accumulate
+    folder = tmp_path / "run"
+
+    def poisoned(self, batch):
+        if (folder / "checkpoints" / "step-000001").exists():
+            batch = {**batch, "advantages": torch.full_like(batch["advantages"], torch.inf)}
+        return score(self, batch)
+
+    monkeypatch.setattr(training.ResidentEngine, "accumulate", poisoned)
+    with pytest.raises(UserError, match=r"Step 2, sequences 0 to 15.*not finite in row .*checkpoint is untouched"):
+        run(small(folder))
+    monkeypatch.undo()
+    assert run(resumed(folder), resume=True).finished, "the last good checkpoint continues"
+
+
+def test_a_gradient_that_is_not_finite_names_the_step(tmp_path: Path, monkeypatch) -> None:
+    step = training.ResidentEngine.step
+
+    def poisoned(self, learning_rate):
+        next(iter(self.model.parameters())).grad.fill_(torch.nan)
+        return step(self, learning_rate)
+
+    monkeypatch.setattr(training.ResidentEngine, "step", poisoned)
+    with pytest.raises(UserError, match=r"Step 1.*no parameter was changed after optimizer step 0"):
+        run(small(tmp_path / "run"))
+
+
+def test_a_save_that_fails_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        run(small(tmp_path / "run", num_steps=1))
+    monkeypatch.undo()
+    assert run(resumed(tmp_path / "run"), resume=True).finished
+
+
+def test_an_output_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty.*--resume"):
+        run(small(tmp_path / "run"))
+    assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="cannot be made"):
+        run(small(tmp_path / "run" / "mine.txt" / "deeper"))
+
+
+def test_a_response_that_cannot_fit_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--max-tokens 500 does not fit.*or fewer"):
+        run(small(tmp_path / "run", max_tokens=500))
+    assert not (tmp_path / "run").exists()
+
+
+def test_streams_of_random_numbers_are_apart() -> None:
+    seeds = {stream_seed(seed, stream, step) for seed in range(3) for stream in (1, 2) for step in range(50)}
+    assert len(seeds) == 300
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert [due(6, 3), due(7, 3), due(7, 0)] == [True, False, False]
