@@ -1,0 +1,283 @@
+"""The README in both languages: commands parse, paths exist, defaults, metrics and arithmetic are those of the code.
+
+Code blocks are the same in both; in a `text` block the annotations are translated and the paths are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from a5lib import cli, doctor
+from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
+from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
+from a5lib.errors import UserError
+from a5lib.records import METRICS
+from a5lib.runlog import read_jsonl
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "README.zh.md")
+TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+
+# What a run or a user makes, so that it is named here and is not in the repository.
+GENERATED = re.compile(
+    r"\.venv(/.*)?|data(/.*)?|runs/(first|ALGORITHM-seedN-TIME)(/.*)?|metrics\.jsonl|tuning\.jsonl|first\.png|curves\.png"
+)
+PATH = re.compile(r"[\w.\-]+(/[\w.\-]+)*/?")
+ENDINGS = (".py", ".md", ".txt", ".toml", ".yml", ".json", ".jsonl", ".png", "/")
+both = pytest.mark.parametrize("page", PAGES)
+
+
+def blocks(page):
+    """(language, content) of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", TEXT[page], re.MULTILINE | re.DOTALL)
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```$", "", TEXT[page], flags=re.MULTILINE | re.DOTALL)
+
+
+def inline_code(page):
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def table_rows(text):
+    """The cells of each table row below a heading row; an escaped bar belongs to its cell."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def section(page, number):
+    """The text below the heading of that number, from 0, down to the next heading."""
+    return re.split(r"^#+ .*$", prose(page), flags=re.MULTILINE)[number + 1]
+
+
+def heading_number(words):
+    titles = re.findall(r"^#+ (.*)$", prose("README.md"), re.MULTILINE)
+    return titles.index(words)
+
+
+def metrics_rows(page):
+    return table_rows(re.search(r"<!-- metrics -->\n(.*?)<!-- /metrics -->", TEXT[page], re.DOTALL)[1])[1:]
+
+
+def a5_commands(page):
+    """The arguments of each `a5` line in the bash blocks, lines that end in a backslash joined."""
+    lines = [
+        line
+        for language, content in blocks(page)
+        if language == "bash"
+        for line in content.replace("\\\n", " ").splitlines()
+    ]
+    return [shlex.split(line)[1:] for line in lines if re.match(r"(\S*/)?a5 ", line)]
+
+
+def parse_without_running(arguments):
+    words = next((n for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), 0)
+    assert words, f"`a5 {' '.join(arguments)}` is no command; there are {list(COMMANDS)}"
+    name, rest = " ".join(arguments[:words]), arguments[words:]
+    if name in FLAGS:
+        return parse(name, FLAGS[name], rest, FLAGS[name]())
+
+    @functools.wraps(COMMANDS[name])
+    def only_parsed(*args, **kwargs):
+        return 0
+
+    return parse(name, only_parsed, rest)
+
+
+def arguments_of(console_line):
+    return shlex.split(console_line.removeprefix("$ a5 "))
+
+
+CONSOLE = [(command, answer) for language, content in blocks("README.md") if language == "console"
+           for command, answer in re.findall(r"^(\$ a5 .*)\n(.*)$", content, re.MULTILINE)]  # fmt: skip
+
+
+@both
+def test_every_a5_line_parses(page):
+    commands = a5_commands(page)
+    assert len(commands) > 10, "the blocks were not found"
+    for arguments in commands:
+        try:
+            parse_without_running(arguments)
+        except UserError as error:
+            pytest.fail(f"a5 {' '.join(arguments)}: {error}")
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "--sead", "1"], ["toy problems", "x", "--split", "test"]])
+def test_a_wrong_line_would_be_noticed(arguments):
+    with pytest.raises((UserError, AssertionError)):
+        parse_without_running(" ".join(arguments).split())
+
+
+@pytest.mark.parametrize(("command", "answer"), CONSOLE, ids=[command for command, _ in CONSOLE])
+def test_the_bad_inputs_get_the_printed_sentences(command, answer):
+    with pytest.raises(UserError) as error:
+        cli.run(arguments_of(command))
+    assert str(error.value) == answer
+
+
+@both
+def test_every_inline_command_and_flag_exists(page):
+    fields = {f.name for target in FLAGS.values() for f in dataclasses.fields(target)}
+    known = {flag(name) for name in fields} | {flag(f"no_{name}") for name in fields} | {"--help"}
+    for code in inline_code(page):
+        words = code.split()
+        if words[0] == "a5" and words[1:2] not in ([], ["..."]):
+            assert " ".join(words[1:2]) in COMMANDS or " ".join(words[1:3]) in COMMANDS, f"`{code}` is no command"
+        for word in words:
+            assert not word.startswith("--") or word.rstrip(",") in known, f"{page} names {word}, which is no flag"
+
+
+@both
+def test_every_setting_is_named_in_its_group(page):
+    named = set(re.findall(r"`(--[a-z0-9-]+)`", section(page, heading_number("Flags"))))
+    missing = [flag(f.name) for f in dataclasses.fields(TrainFlags) if flag(f.name) not in named]
+    assert not missing, f"{page}: the flags {missing} are in no group"
+
+
+@both
+def test_defaults_are_those_of_the_code(page):
+    rows = [row for row in table_rows(section(page, heading_number("Flags"))) if len(row) == 3][1:]
+    shown = {name.strip("`").removeprefix("--").replace("-", "_"): (toy, other) for name, toy, other in rows}
+    assert set(shown) == set(TOY_DEFAULTS) == set(ASSIGNMENT_DEFAULTS)
+    for name, (toy, other) in shown.items():
+        assert (float(toy), float(other)) == (TOY_DEFAULTS[name], ASSIGNMENT_DEFAULTS[name]), flag(name)
+    assert TrainConfig().group_size == 8
+    assert f"{TOY_DEFAULTS['num_steps']} " in section(page, heading_number("What to expect"))
+
+
+@both
+def test_presets_are_those_of_the_code(page):
+    rows = table_rows(section(page, heading_number("Presets")))[1:]
+    assert [re.match(r"`(\w+)`", row[0])[1] for row in rows] == list(ALGORITHMS)
+    for (name, algorithm), (_, advantage, objective, aggregation) in zip(ALGORITHMS.items(), rows, strict=True):
+        assert (aggregation == "sum / Z") == (algorithm.loss_normalization == "constant"), name
+        if algorithm.cliprange is not None:
+            assert float(re.search(r"eps ([\de.-]+)", objective)[1]) == algorithm.cliprange, name
+        if "grpo`" not in advantage:
+            assert ("- mu" in advantage) == (algorithm.baseline == "mean"), name
+            assert ("/ (sigma" in advantage) == (algorithm.advantage_normalizer == "std"), name
+            assert ("/ (mu" in advantage) == (algorithm.advantage_normalizer == "mean"), name
+
+
+@both
+def test_what_may_change_on_resume(page):
+    named = set(re.findall(r"`(--[a-z-]+)`", section(page, heading_number("Resume and Ctrl-C")))) - {"--resume"}
+    # the folder of a resumed run is the one that --resume names
+    assert named == {flag(name) for name in MAY_CHANGE_ON_RESUME - {"output_dir"}}
+
+
+@both
+def test_the_memory_table_adds_up(page):
+    text = section(page, heading_number("What runs on which hardware, and why"))
+    assert f"{doctor.OLMO2_1B_PARAMETERS:,}" in text
+    rows = [row for row in table_rows(text) if len(row) == 8][1:]
+    assert len(rows) == 4
+    for name, *parts, total, size in rows:
+        assert sum(map(int, parts)) == int(total), name
+        assert f"{int(total) * doctor.OLMO2_1B_PARAMETERS / 2**30:.1f} GiB" == size, name
+        state = re.match(r"`(\w+)`", name)[1]
+        assert doctor.BYTES_PER_PARAMETER.get(state, int(total)) == int(total), name
+    for size in doctor.BYTES_PER_PARAMETER.values():
+        needed = (size * doctor.OLMO2_1B_PARAMETERS + doctor.CARD_RESERVE) / 2**30
+        assert f"{needed:.1f} GiB" in text, f"{size} bytes per parameter and the reserve need {needed:.1f} GiB"
+    assert f"{doctor.CARD_RESERVE / 2**30} GiB" in text
+    per_token = 2 * 16 * 2048 * 2  # keys and values, 16 layers of width 2048 without shared heads, bfloat16
+    assert f"{per_token // 2**10} KiB" in text
+    assert f"{750 * per_token / 2**20:.0f} MiB" in text
+    for responses in (256, 32):
+        assert f"{responses * 750 * per_token / 2**30:.1f} GiB" in text
+
+
+def test_the_metrics_table_is_the_code():
+    assert metrics_rows("README.md") == [[f"`{name}`", words] for name, words in METRICS.items()]
+
+
+def test_the_chinese_metrics_table_has_the_same_names_in_the_same_order():
+    rows = metrics_rows("README.zh.md")
+    assert [row[0] for row in rows] == [f"`{name}`" for name in METRICS]
+    assert all(len(row) == 2 and re.search("[\u4e00-\u9fff]", row[1]) for row in rows)
+
+
+@both
+def test_every_path_exists(page):
+    for code in inline_code(page):
+        is_path = PATH.fullmatch(code) and (code.endswith(ENDINGS) or code.startswith(".ci/"))
+        if is_path and not GENERATED.fullmatch(code):
+            assert (ROOT / code).exists(), f"{page} names `{code}`, which is not in the repository"
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT[page]):
+        there = target.startswith("https://") or (ROOT / target).exists()
+        assert there, f"{page} links to {target}, which is not in the repository"
+    for word in re.findall(r"(?:tests|runs/toy)[\w./-]+", "\n".join(content for _, content in blocks(page))):
+        assert (ROOT / word).exists(), f"a command of {page} names {word}, which is not in the repository"
+
+
+def tree(page):
+    """The paths of the annotated file tree, from the indentation."""
+    content = next(content for language, content in blocks(page) if language == "text" and "a5lib/" in content)
+    paths, folder = [], ""
+    for line in content.splitlines():
+        entry = re.fullmatch(r"( *)(\S+) {2,}(\S.*)", line)
+        if entry is None:
+            assert re.fullmatch(r"  \(.*\)", line), f"a line of the tree is neither a file nor a layer: {line!r}"
+            continue
+        if not entry[1]:
+            folder = entry[2] if entry[2].endswith("/") else ""
+        paths.append((folder if entry[1] else "") + entry[2])
+    return paths
+
+
+@both
+def test_the_file_tree_is_complete(page):
+    paths = tree(page)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    files = [p.relative_to(ROOT).as_posix() for top in ("a5lib", "solutions") for p in (ROOT / top).glob("*.py")]
+    assert not set(files) - set(paths), f"{page}: no line for {sorted(set(files) - set(paths))}"
+    assert len(paths) == len(set(paths))
+
+
+def test_both_pages_have_the_same_shape():
+    english, chinese = (TEXT[page] for page in PAGES)
+    levels = [re.findall(r"^(#+) ", prose(page), re.MULTILINE) for page in PAGES]
+    assert levels[0] == levels[1], "a heading is missing or of another level"
+    assert [len(row) for row in table_rows(english)] == [len(row) for row in table_rows(chinese)]
+    assert len(re.findall(r"^- ", english, re.MULTILINE)) == len(re.findall(r"^- ", chinese, re.MULTILINE))
+
+
+def test_both_pages_have_the_same_code():
+    english, chinese = (blocks(page) for page in PAGES)
+    assert [language for language, _ in english] == [language for language, _ in chinese]
+    for (language, one), (_, other) in zip(english, chinese, strict=True):
+        if language == "text":
+            one, other = (re.findall(r"^( *[\w./-]+)", text, re.MULTILINE) for text in (one, other))
+        assert one == other
+
+
+def test_both_pages_have_the_same_figures_and_code_words():
+    """Each number of a section, and each piece of inline code, stands in both languages."""
+    for number, _ in enumerate(re.findall(r"^#+ ", prose("README.md"), re.MULTILINE)):
+        english, chinese = (section(page, number) for page in PAGES)
+        for pattern in (r"`[^`\n]+`", r"(?<![A-Za-z0-9_.,-])\d[\d,.]*\d|(?<![A-Za-z0-9_.,-])\d"):
+            one, other = (sorted(set(re.findall(pattern, text))) for text in (english, chinese))
+            assert one == other, f"section {number}: {set(one) ^ set(other)} stands in one language only"
+
+
+@both
+def test_the_figures_of_the_base_are_those_of_the_logs(page):
+    records = read_jsonl(ROOT / "runs" / "toy-grpo-seed0" / "evaluations.jsonl")
+    counts = next(r["counts"] for r in records if r["step"] == 0 and r["kind"] == "greedy")
+    assert counts == {"right": 115, "wrong": 141, "malformed": 0}, "mend the section on what the gain consists of"
+    text = section(page, heading_number("What the gain consists of"))
+    assert all(str(counts[kind]) in text for kind in ("right", "wrong"))
+
+
+@both
+def test_no_place_is_left_to_fill_in(page):
+    assert not re.findall(r"@@\w+@@", TEXT[page])
