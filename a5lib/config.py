@@ -56,11 +56,11 @@ class TrainConfig:
     """One training run. The help text of each flag is the string under its field."""
 
     model: str = TOY
-    """`toy` for the embedded model, a folder with a Hugging Face model, or the id of one already downloaded."""
+    """`toy` for the embedded model, a folder with a Hugging Face model, or an id, which is downloaded when it is not here."""
     trust_remote_code: bool = False
     """Allow Python code that a model repository ships to run; leave it off."""
     device: str = "auto"
-    """`auto` (the NVIDIA card if there is one), `cpu`, `cuda` or `cuda:N`."""
+    """`auto` (the NVIDIA card if there is one, but the CPU for the toy model), `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters: `auto` is float32 on the CPU and bfloat16 on a card."""
     attention_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -209,7 +209,7 @@ MICROBATCH_SIZE = 8
 
 # A resumed run may change these; every other field must be what it was.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"num_steps", "eval_every", "save_every", "save_final", "log_rollouts_every", "tracker", "output_dir"}
+    {"num_steps", "eval_every", "save_every", "save_final", "log_rollouts_every", "tracker"}
 )
 
 

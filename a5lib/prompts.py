@@ -97,4 +97,4 @@ def _template(name: str, text: str, grader: str | None) -> PromptTemplate:
     count = text.count(QUESTION)
     if count != 1:
         raise UserError(f"The prompt {name} contains {QUESTION} {count} times; it must stand there exactly once.")
-    return PromptTemplate(name, text.rstrip("\n"), (ANSWER_STOP,) if ANSWER_STOP in text else (), grader)
+    return PromptTemplate(name, text.removesuffix("\n"), (ANSWER_STOP,) if ANSWER_STOP in text else (), grader)

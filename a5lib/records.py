@@ -77,7 +77,7 @@ METRICS: dict[str, str] = {
     "format_reward_histogram": "The same for the format reward.",
     "answer_reward_histogram": "The same for the answer reward.",
     "near_miss_format": "Share of responses that only the lenient format accepts.",
-    "zero_variance_groups": "Share of groups whose rewards are all equal; they carry no gradient.",
+    "zero_variance_groups": "Share of groups whose rewards are all equal; with a mean baseline they carry no gradient.",
     "skipped_sequences": "Share of sequences left out of the updates because their advantage is exactly 0.",
     "response_length_mean": "Mean response length in tokens.",
     "response_length_max": "Longest response in tokens.",

@@ -121,7 +121,9 @@ def train(
         restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
     log = RunLog(run_dir, config, whose=algo.summary(), keep_until=state.step)
     say(f"Run folder: {run_dir}. Algorithm {config.algorithm}; code: {algo.summary()}; reward: {grader}.")
-    if resume:
+    if checkpoint is not None:
+        for sentence in checkpoint.skipped:
+            say(sentence)
         say(f"Continuing after step {state.step} of {config.num_steps}.")
 
     def validate(samples: int, *, greedy: bool = False) -> Evaluation:
