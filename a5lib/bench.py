@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from a5lib.config import TrainConfig
+from a5lib.errors import UserError
 from a5lib.memory import MemoryRecorder
 from a5lib.metrics import PHASES
 from a5lib.models import encode_prompt, load_policy
@@ -110,7 +111,10 @@ def library_generate(
     stop: Sequence[str],
     seed: int,
 ) -> list[list[int]]:
-    """The same job with `model.generate`: sampled ids, one list a completion, cut after the end of each."""
+    """The same job with `model.generate`: sampled ids, one list a completion, cut after the end of each.
+
+    The tokenizer's padding is a token of its own, which never ends a response.
+    """
     torch.manual_seed(seed)
     rows = [p for p in prompts for _ in range(n)]
     width = max(len(p) for p in rows)
@@ -128,24 +132,40 @@ def library_generate(
         stopping_criteria=StoppingCriteriaList([_StopAfter(tokenizer, stop, width)]),
         **sampling,
     )
-    responses = []
-    for row in out[:, width:].tolist():
-        if pad != tokenizer.eos_token_id and pad in row:
-            row = row[: row.index(pad)]
-        elif tokenizer.eos_token_id in row:
-            row = row[: row.index(tokenizer.eos_token_id) + 1]
-        responses.append(row)
-    return responses
+    return [row[: row.index(pad)] if pad in row else row for row in out[:, width:].tolist()]
 
 
-def bench(algo: Any, *, steps: int = 5, rounds: int = 5, console: Console | None = None) -> None:
-    """Run both parts and print their tables. `steps`: training steps, of which the first is a warm-up."""
+def bench(
+    algo: Any,
+    *,
+    steps: int = 5,
+    rounds: int = 5,
+    prompts: int = 16,
+    group_size: int = 8,
+    console: Console | None = None,
+) -> None:
+    """Run both parts and print their tables.
+
+    Args:
+        algo: the exercise functions (see `a5lib.course.load_algo`).
+        steps: training steps, at least 2; the first is a warm-up.
+        rounds: rounds of generation for each way.
+        prompts: prompts in a batch.
+        group_size: responses to each prompt.
+        console: where to print.
+
+    Raises:
+        UserError: too few steps or rounds.
+    """
+    for name, value, least in (("steps", steps, 2), ("rounds", rounds, 1)):
+        if value < least:
+            raise UserError(f"--{name} is {value}; it must be at least {least}.")
     console = console or Console()
     model, tokenizer = load_policy()
-    times = compare_generation(model, tokenizer, rounds=rounds)
+    times = compare_generation(model, tokenizer, prompts=prompts, group_size=group_size, rounds=rounds)
     recorder = MemoryRecorder(model.device)
 
-    table = Table(title=f"Generation: 16 prompts x 8, temperature 1, median (min-max) of {rounds} rounds")
+    table = Table(title=f"Generation: {prompts} x {group_size} responses, temperature 1, median (min-max) of {rounds}")
     for column in ("", "seconds", "response tokens/s"):
         table.add_column(column, justify="left" if not column else "right")
     for name, seconds, tokens in (
@@ -159,11 +179,17 @@ def bench(algo: Any, *, steps: int = 5, rounds: int = 5, console: Console | None
 
     metrics: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(num_steps=steps, val_examples=8, eval_samples=1, eval_every=0, save_every=0,
-                             save_final=False, log_rollouts_every=0, output_dir=Path(folder) / "run")  # fmt: skip
-        train(config, algo, on_step=metrics.append, say=lambda sentence: None)
-    warm = metrics[1:] or metrics
-    table = Table(title=f"Training: 16 prompts x 8, {len(warm)} steps after a warm-up, median (min-max)")
+        config = TrainConfig(
+            num_steps=steps, rollout_batch_size=prompts * group_size, group_size=group_size, val_examples=8,
+            eval_samples=1, eval_every=0, save_every=0, save_final=False, log_rollouts_every=0,
+            output_dir=Path(folder) / "run",
+        )  # fmt: skip
+        if not train(config, algo, on_step=metrics.append, say=lambda sentence: None).finished:
+            raise KeyboardInterrupt  # the loop took it as a wish to stop after the step
+    warm = metrics[1:]
+    table = Table(
+        title=f"Training: {prompts} x {group_size} responses, median (min-max) of {len(warm)} steps after a warm-up"
+    )
     table.add_column("")
     table.add_column("", justify="right")
     for phase in PHASES[:4]:

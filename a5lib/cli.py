@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -86,11 +87,16 @@ def train_command(flags: TrainFlags) -> int:
     from a5lib.plots import save_curves
     from a5lib.training import train
 
+    if flags.resume is not None and flags.output_dir != flags.resume:
+        raise UserError(
+            f"--output-dir {flags.output_dir} does not go with --resume; the run continues in {flags.resume}."
+        )
     config = as_config(flags)
     summary = train(config, load_algo(), resume=flags.resume is not None, say=say)
     print_summary(summary.run_dir)
-    picture = save_curves(summary.run_dir)
-    say(f"Curves: {picture}. The command that repeats this run: {summary.run_dir / 'command.txt'}.")
+    if summary.step:
+        say(f"Curves: {save_curves(summary.run_dir)}.")
+    say(f"The command that repeats this run: {summary.run_dir / 'command.txt'}.")
     if not summary.finished:
         say(f"Stopped after step {summary.step}. Continue with: a5 train --resume {summary.run_dir}")
         return 130
@@ -109,12 +115,10 @@ def print_summary(run_dir: Path) -> None:
     records = read_jsonl(run_dir / "evaluations.jsonl")
     full = [r for r in records if r["kind"] == "greedy"]
     steps = sorted({r["step"] for r in full})
-    if not steps:
-        return
     table = Table(title="Validation")
     for column in ("", "accuracy, sampled (95 %)", "greedy", "pass@8", "well formed", "tokens"):
         table.add_column(column, justify="left" if not column else "right")
-    for step in (steps[0], steps[-1])[: len(steps)]:
+    for step in dict.fromkeys(steps[:1] + steps[-1:]):
         sampled = [r for r in records if r["step"] == step and r["kind"] == "sampled"][-1]
         greedy = [r for r in full if r["step"] == step][-1]
         low, high = sampled["interval"]
@@ -140,9 +144,15 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     from a5lib.toy_problems import toy_problems
     from a5lib.training import check_context
 
-    for name in ("val_examples", "samples", "generation_batch_size"):
-        if getattr(flags, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; it must be at least 1.")
+    if flags.samples < 1:
+        raise UserError(f"--samples is {flags.samples}; it must be at least 1.")
+    if flags.output is not None and (flags.output.is_dir() or not flags.output.parent.is_dir()):
+        raise UserError(f"{flags.output} cannot be written; name a file in a folder that exists with --output.")
+    shared = {f.name for f in dataclasses.fields(TrainConfig)} & {f.name for f in dataclasses.fields(flags)}
+    values = {name: getattr(flags, name) for name in shared}
+    if flags.temperature == 0:  # greedy, which training refuses
+        del values["temperature"]
+    max_tokens = resolve(TrainConfig(**values)).max_tokens
     template = load_prompt(flags.prompt)
     grader = grader_name(template, flags.grader)
     problems = (
@@ -157,8 +167,6 @@ def evaluate_command(flags: EvaluateFlags) -> int:
         attention_implementation=flags.attention_implementation,
         trust_remote_code=flags.trust_remote_code,
     )
-    max_tokens = flags.max_tokens or resolve(TrainConfig(model=flags.model)).max_tokens
-    assert max_tokens is not None
     check_context(model, tokenizer, template, problems, max_tokens)
     backend = TransformersRollouts(model, tokenizer, flags.generation_batch_size)
     backend.sync(model.named_parameters(), 0)
@@ -171,7 +179,9 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     say(f"{flags.model}, prompt {template.name}, reward {grader}: {result.describe()}.")
     print_evaluation(result, flags.show)
     if flags.output is not None:
-        write_text(flags.output, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", "--output")
+        asked = {"model": flags.model, "prompt": template.name, "reward": grader, "max_tokens": max_tokens,
+                 "top_p": flags.top_p, "seed": flags.seed}  # fmt: skip
+        write_text(flags.output, json.dumps(asked | result.to_json(), indent=1, allow_nan=False) + "\n", "--output")
     return 0
 
 
@@ -204,7 +214,7 @@ OUTCOME_WORDS = {
 
 
 def plot_command(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     /,
     output: Path = Path("curves.png"),
 ) -> int:
@@ -240,7 +250,7 @@ def bench_command(steps: int = 5, rounds: int = 5) -> int:
     """Measure generation, updates and memory of the toy model on this machine.
 
     Args:
-        steps: Training steps; the first is a warm-up.
+        steps: Training steps, at least 2; the first is a warm-up.
         rounds: Rounds of generation for each way.
     """
     from a5lib.bench import bench
@@ -250,22 +260,24 @@ def bench_command(steps: int = 5, rounds: int = 5) -> int:
     return 0
 
 
-def gsm8k_command(folder: Annotated[Path, tyro.conf.Positional] = Path("data")) -> int:
-    """Download the public GSM8K files, train.jsonl and test.jsonl.
+def gsm8k_command(
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("data"),
+) -> int:
+    """Download the public GSM8K files as gsm8k-train.jsonl and gsm8k-test.jsonl.
 
     Args:
-        folder: Where to put them.
+        folder: Where to put them; whole files that are there are kept.
     """
     from a5lib.data import download_gsm8k
 
-    for path in download_gsm8k(folder):
-        say(f"Wrote {path}.")
+    paths = download_gsm8k(folder)
+    say(f"GSM8K is in {folder}: a5 train --train-file {paths['train']} --val-file {paths['test']}")
     return 0
 
 
 def from_gguf_command(
-    file: Annotated[Path, tyro.conf.Positional],
-    out: Annotated[Path, tyro.conf.Positional],
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> int:
@@ -284,7 +296,7 @@ def from_gguf_command(
 
 
 def toy_problems_command(
-    file: Annotated[Path, tyro.conf.Positional],
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
     /,
     split: Literal["train", "tuning", "validation"] = "tuning",
     count: int = 256,
@@ -300,6 +312,8 @@ def toy_problems_command(
     """
     from a5lib.toy_problems import to_gsm8k_json, toy_problems
 
+    if count < 1:
+        raise UserError(f"--count is {count}; it must be at least 1.")
     lines = [json.dumps(to_gsm8k_json(p)) + "\n" for p in toy_problems(split, count, seed)]
     write_text(file, "".join(lines), "FILE")
     say(f"Wrote {count} problems to {file}.")
@@ -307,7 +321,7 @@ def toy_problems_command(
 
 
 def toy_build_command(
-    out: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     steps: int = 4000,
     rows: int = 96,
@@ -319,7 +333,7 @@ def toy_build_command(
     """Build the embedded toy model anew: tokenizer, training text, training, measurement, card.
 
     Args:
-        out: Folder to write.
+        out: Folder to write; must be new or empty.
         steps: Training steps.
         rows: Rows of text in a step.
         documents: Generated texts that the tokenizer is trained on.
@@ -327,8 +341,10 @@ def toy_build_command(
         seed: Seed of text and weights.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
     """
+    from a5lib.models import claim_folder
     from a5lib.toy_build import build
 
+    claim_folder(out)
     build(out, steps=steps, rows=rows, documents=documents, validation=validation, seed=seed, device=device)
     return 0
 
@@ -359,9 +375,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 a finding or fault, 2 bad input, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        code = run(argv)
+        try:
+            code = run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is no fault
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(" ".join(str(error).split()), file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("Interrupted; a run with checkpoints continues with a5 train --resume RUN.", file=sys.stderr)
@@ -379,12 +398,15 @@ def run(argv: list[str]) -> int:
         return 0
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
     if not words:
+        following = [name.removeprefix(argv[0] + " ") for name in COMMANDS if name.startswith(argv[0] + " ")]
+        if following:
+            raise UserError(f"After a5 {argv[0]} comes {' or '.join(following)}; `a5 --help` lists the commands.")
         guess = nearest(" ".join(argv[:2]), list(COMMANDS))
         raise UserError(f"Unknown command {argv[0]!r}; did you mean 'a5 {guess}'? `a5 --help` lists the commands.")
     name, args = " ".join(argv[:words]), argv[words:]
     command = COMMANDS[name]
     if name not in FLAGS:
-        return parse(name, command, args)
+        return parse(name, deferred(command), args)()
     default = FLAGS[name]() if name != "train" else default_train_flags(args)
     return command(parse(name, FLAGS[name], args, default))
 
@@ -396,13 +418,24 @@ def default_train_flags(args: list[str]) -> TrainFlags:
     for i, arg in enumerate(args):
         flag, _, value = arg.partition("=")
         if flag == "--resume":
-            if not value and i + 1 == len(args):
+            value = value or " ".join(args[i + 1 : i + 2])
+            if not value or value.startswith("-"):
                 raise UserError("--resume needs the folder of a run, such as --resume runs/grpo-seed0.")
-            run_dir = Path(value or args[i + 1])
+            run_dir = Path(value)
             config = read_config(run_dir)
             values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
             return TrainFlags(**values | {"output_dir": run_dir, "resume": run_dir})
     return TrainFlags()
+
+
+def deferred(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The command with the same flags, but not run yet: a misspelt flag must be found before any work."""
+
+    @functools.wraps(command)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], int]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bind
 
 
 def parse(name: str, target: Any, args: list[str], default: Any = None) -> Any:
@@ -418,6 +451,11 @@ def parse(name: str, target: Any, args: list[str], default: Any = None) -> Any:
             raise
         raise UserError(one_sentence(name, words.getvalue())) from None
     value, unknown = parsed
+    if unknown and not unknown[0].startswith("-"):
+        raise UserError(
+            f"a5 {name} cannot use {unknown[0]!r}: a flag takes one value and a switch none; `a5 {name} --help` lists "
+            "them all."
+        )
     if unknown:
         known = sorted(set(re.findall(r"--[a-z][a-z0-9-]+", help_text(name, target))))
         guess = nearest(unknown[0].partition("=")[0], known)
@@ -433,13 +471,26 @@ def help_text(name: str, target: Any) -> str:
     return out.getvalue()
 
 
+# What tyro says, and how we say it.
+QUOTED = r"""('.*?'|".*?")"""
+REWORDED = {
+    rf"Error parsing (\S+):.*literal for int\(\) with base 10: {QUOTED}": r"\1 is \2; it must be a whole number",
+    rf"Error parsing (\S+):.*could not convert string to float: {QUOTED}": r"\1 is \2; it must be a number",
+    rf"invalid choice {QUOTED} for argument '(\S+)'\. Expected one of \((.+?),?\)": r"\2 is \1; choose from \3",
+    r"Missing value for argument '(\S+)'": r"\1 needs a value",
+}
+
+
 def one_sentence(name: str, message: str) -> str:
     """tyro's boxed message as one line."""
-    lines = [re.sub(r"[╭╮╰╯│─┌┐└┘]", " ", line).strip() for line in message.splitlines()]
-    text = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
-    text = re.sub(r"(Argument helptext|For full helptext).*", "", text)
-    text = re.sub(r"^\s*(Parsing error|Value error|Invalid choice|Missing argument|Required options)\s*", "", text)
-    return f"a5 {name}: {text.strip().rstrip('.')}; `a5 {name} --help` explains the flags."
+    text = " ".join(re.sub(r"[╭╮╰╯│─┌┐└┘]|-{5,}", " ", message).split())
+    missing = re.findall(r"([A-Z]{2,}) [^()]*\(required\)", text)
+    if missing:
+        return f"a5 {name} lacks {' and '.join(missing)}; `a5 {name} --help` says what to give there."
+    for pattern, words in REWORDED.items():
+        if match := re.search(pattern, text):
+            return f"{match.expand(words)}; `a5 {name} --help` explains the flags."
+    return f"a5 {name}: {text.rstrip('.')}; `a5 {name} --help` explains the flags."
 
 
 def print_help() -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from a5lib.config import TOY
 from a5lib.errors import UserError
@@ -77,32 +80,48 @@ def load_policy(
 
     Args:
         model: `toy`, a folder, or a Hugging Face id (which transformers downloads if it is not on this machine).
-        device: as in `select_device`.
+        device: as in `select_device`; with `auto` the toy model stays on the CPU, which is faster at its size.
         dtype: as in `select_dtype`.
         attention_implementation: `flash_attention_2` falls back to `sdpa`, with one warning, where it does not import.
         trust_remote_code: run Python code that the model repository ships.
 
     Raises:
-        UserError: no config or tokenizer, no end-of-sequence token, or a vocabulary smaller than the tokenizer's.
+        UserError: no config or tokenizer, no end-of-sequence token, weights that are missing or damaged, or a
+        vocabulary smaller than the tokenizer's.
     """
-    target = select_device(device)
+    target = select_device("cpu" if model == TOY and device == "auto" else device)
     source = str(TOY_MODEL_DIR) if model == TOY else model
     _check_source(model, source)
     if attention_implementation == "flash_attention_2":
         attention_implementation = _flash_attention_or_sdpa()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"The tokenizer of {model!r} does not load ({_first_line(error)}).") from error
-    try:
-        policy = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=select_dtype(dtype, target),
-            attn_implementation=attention_implementation,
-            trust_remote_code=trust_remote_code,
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise UserError(
+            f"The tokenizer of {model!r} does not load ({_first_line(error)}); give a folder with its files, or an id "
+            "and a network."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"The model {model!r} does not load ({_first_line(error)}).") from error
+    try:
+        with without_progress_bars() if model == TOY else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=select_dtype(dtype, target),
+                attn_implementation=attention_implementation,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise UserError(
+            f"The model {model!r} does not load ({_first_line(error)}); give a folder saved with save_pretrained."
+        ) from error
+    policy: PreTrainedModel = loaded[0]
+    missing = loaded[1]["missing_keys"]
+    if missing:
+        raise UserError(f"The weights of {model!r} lack {min(missing)}, which would stay random; give them all.")
     _check_vocabulary(model, policy, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -111,16 +130,45 @@ def load_policy(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a prompt, with the tokenizer's own beginning-of-sequence token once if it adds one, and no end token.
+    """The ids of a prompt: those of its text, behind what the tokenizer puts in front of a text, and nothing after it.
 
-    The same ids go to the engine and to the trainer. Taught in notebook 02.
+    What goes in front, such as a beginning-of-sequence token, is not put there again where the text begins with it. An
+    end token would tell the model that there is nothing left to say. The same ids go to the engine and to the trainer.
+    Taught in notebook 02.
     """
-    ids = list(tokenizer.encode(text))
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-        ids = ids[1:]  # the text had one already
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id != tokenizer.bos_token_id:
-        ids = ids[:-1]  # an end token would tell the model that there is nothing left to say
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    dressed = list(tokenizer.encode(text))
+    for size in range(1, len(dressed) - len(ids) + 1):
+        front = dressed[:size]
+        if dressed[size : size + len(ids)] == ids and ids[:size] != front:
+            return front + ids
     return ids
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Silence the progress bars of transformers, which say nothing about a model that loads in a blink."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def claim_folder(folder: Path) -> None:
+    """Make a folder to write a model into; it must be new or empty.
+
+    Raises:
+        UserError: it holds something or cannot be made.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"The folder {folder} is not empty; choose a new one.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {folder} cannot be made ({error.strerror}); choose another one.") from error
 
 
 def _check_source(model: str, source: str) -> None:
@@ -148,10 +196,6 @@ def _check_source(model: str, source: str) -> None:
 
 
 def _check_vocabulary(model: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
-        )
     rows = cast(nn.Embedding, policy.get_input_embeddings()).num_embeddings
     if rows < len(tokenizer):
         raise UserError(
@@ -181,18 +225,26 @@ def convert_gguf(file: Path, out: Path, dtype: str = "bfloat16") -> None:
     are copied into a fresh model of the same config.
 
     Raises:
-        UserError: the file or a package is missing, or `out` is not empty.
+        UserError: the file or a package is missing, the file does not load, or `out` is not empty or not writable.
     """
     if not file.is_file():
         raise UserError(f"There is no GGUF file {file}; give the path of one.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"The folder {out} is not empty; choose a new one.")
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise UserError(f"Reading GGUF needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    claim_folder(out)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except Exception as error:
+        raise UserError(f"{file} does not load ({_first_line(error)}); give a GGUF file of a known model.") from error
     fresh = AutoModelForCausalLM.from_config(loaded.config).to(select_dtype(dtype, torch.device("cpu")))
     fresh.load_state_dict(loaded.state_dict())
-    fresh.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    try:
+        fresh.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise UserError(
+            f"The model cannot be written to {out} ({error.strerror}); make room or choose another."
+        ) from error
