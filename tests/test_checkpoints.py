@@ -130,7 +130,7 @@ def damage_short_manifest(folder):
         (damage_short_manifest, r"does not list state\.json"),
     ],
 )
-def test_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path, damage, says):
+def test_R04_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path, damage, says):
     for step in (1, 2, 3):
         folder = save(tmp_path, step)
     damage(folder)
@@ -161,7 +161,7 @@ def test_checkpoints_of_an_abandoned_future_go_and_the_two_before_stay(tmp_path)
 # --- interrupted saves
 
 
-def test_an_exception_in_the_second_file_leaves_the_old_checkpoints(tmp_path, monkeypatch):
+def test_R04_an_exception_in_the_second_file_leaves_the_old_checkpoints(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2)
     real = checkpoints._write_tensors
@@ -178,7 +178,7 @@ def test_an_exception_in_the_second_file_leaves_the_old_checkpoints(tmp_path, mo
     assert latest_checkpoint(tmp_path).step == 2
 
 
-def test_nothing_is_deleted_before_the_new_checkpoint_is_complete_and_flushed(tmp_path, monkeypatch):
+def test_R04_nothing_is_deleted_before_the_new_checkpoint_is_complete_and_flushed(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2)
     events = []
@@ -340,7 +340,7 @@ print(json.dumps(draws()))
 )
 
 
-def test_a_new_process_continues_every_random_stream(tmp_path):
+def test_R01_a_new_process_continues_every_random_stream(tmp_path):
     namespace = {}
     exec(DRAW, namespace)
     random.seed(1)
@@ -369,7 +369,7 @@ def test_a_new_process_continues_every_random_stream(tmp_path):
         ("cuda.99", lambda t, s: t.update({"cuda.99": t["torch"]})),
     ],
 )
-def test_a_damaged_random_state_raises(entry, damage):
+def test_R01_a_damaged_random_state_raises(entry, damage):
     rng_tensors, rng_state = capture_rng()
     damage(rng_tensors, rng_state)
     with pytest.raises(UserError, match=f"random state of {re.escape(entry)} cannot be restored"):

@@ -36,7 +36,7 @@ def adamw_float64(w, grads, lr, betas, eps, weight_decay):
 # --- warm-up
 
 
-def test_warmup_continues_where_an_uninterrupted_run_would_be():
+def test_R02_warmup_continues_where_an_uninterrupted_run_would_be():
     whole = [warmup_lr(1e-5, 10, s) for s in range(1, 15)]
     assert whole[:10] == pytest.approx([1e-6 * s for s in range(1, 11)], rel=1e-12)
     assert whole[10:] == [1e-5] * 4
@@ -52,7 +52,7 @@ def test_warmup_continues_where_an_uninterrupted_run_would_be():
 # --- clipping
 
 
-def test_clip_over_two_dtypes_reports_the_norm_before_clipping():
+def test_O03_clip_over_two_dtypes_reports_the_norm_before_clipping():
     a, b = parameter([0.0]), parameter([0.0], torch.bfloat16)
     a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16)
     assert clip_grad_norm([a, b, parameter([1.0])], max_norm=1.0) == 5.0, "the norm after clipping, or one per tensor?"
@@ -77,7 +77,7 @@ def test_clip_takes_the_norm_of_bfloat16_gradients_in_float32():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_clip_refuses_a_bad_gradient_before_anything_changes(bad):
+def test_O03_clip_refuses_a_bad_gradient_before_anything_changes(bad):
     module = torch.nn.Linear(2, 1)
     optimizer = AdamW(module.parameters(), lr=0.1)
     module.weight.grad, module.bias.grad = torch.full((1, 2), 5.0), torch.ones(1)
@@ -188,14 +188,14 @@ def realised(precision, count=1):
     return p, optimizer.state[p]
 
 
-def test_fp32_master_realises_the_whole_update():
+def test_O01_fp32_master_realises_the_whole_update():
     p, state = realised("fp32")
     assert state["master"].item() == pytest.approx(0.98999, abs=1e-5)
     assert p.item() == 0.98828125, "the bfloat16 weight is not the rounded master"
     assert (1 - state["master"].item()) / 0.01 == pytest.approx(1.0, abs=2e-3)
 
 
-def test_plain_bf16_loses_the_whole_update():
+def test_O01_plain_bf16_loses_the_whole_update():
     p, state = realised("bf16")
     assert p.item() == 1.0
     assert {k: v.dtype for k, v in state.items()} == {
@@ -205,7 +205,7 @@ def test_plain_bf16_loses_the_whole_update():
     }
 
 
-def test_stochastic_rounding_realises_the_update_on_average():
+def test_O01_stochastic_rounding_realises_the_update_on_average():
     p, _ = realised("bf16_stochastic", count=4096)
     mean = p.double().mean().item()
     assert mean == pytest.approx(0.990, abs=0.003)
@@ -297,7 +297,7 @@ def test_three_steps_and_three_after_loading_equal_six(precision, dtype, how):
     assert all(torch.equal(v, resumed.tensors()[k]) for k, v in whole.tensors().items())
 
 
-def test_moments_of_bfloat16_parameters_stay_float32_after_loading():
+def test_O04_moments_of_bfloat16_parameters_stay_float32_after_loading():
     p = parameter(torch.linspace(-1, 1, 9), torch.bfloat16)
     optimizer = AdamW([p], lr=1e-3)
     take_steps([p], optimizer, 2)
