@@ -375,10 +375,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 a finding or fault, 2 bad input, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        try:
-            code = run(argv)
-        finally:
-            sys.stdout.flush()  # here, where a reader that has gone is no fault
+        code = run(argv)
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         code = 2
