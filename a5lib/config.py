@@ -56,7 +56,7 @@ class TrainConfig:
     """One training run. The help text of each flag is the string under its field."""
 
     model: str = TOY
-    """`toy` for the embedded model, a folder with a Hugging Face model, or an id, which is downloaded when it is not here."""
+    """`toy` for the embedded model, a folder with a Hugging Face model, or an id (downloaded unless it is here)."""
     trust_remote_code: bool = False
     """Allow Python code that a model repository ships to run; leave it off."""
     device: str = "auto"

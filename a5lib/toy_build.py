@@ -29,7 +29,7 @@ from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM, PreTra
 from a5lib.errors import UserError
 from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import r1_zero_reward_fn
-from a5lib.models import load_policy, select_device
+from a5lib.models import claim_folder, load_policy, select_device
 from a5lib.prompts import load_prompt
 from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.toy_problems import TEMPLATES, Dice, Draft, Step, draw, rationale, toy_problems
@@ -291,12 +291,11 @@ def build(
     Raises:
         UserError: the folder is not empty, a size is below 1, or the device is not there.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"The folder {out} is not empty; choose a new one.")
     for name, size in {"steps": steps, "rows": rows, "documents": documents, "validation": validation}.items():
         if size < 1:
             raise UserError(f"--{name} is {size}; it must be at least 1.")
     target = select_device(device)
+    claim_folder(out)
     started = time.perf_counter()
     with reproducible():
         tokenizer = train_tokenizer(documents, seed)

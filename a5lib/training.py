@@ -35,7 +35,7 @@ from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import REWARD_FUNCTIONS
 from a5lib.memory import MemoryRecorder
 from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
-from a5lib.models import encode_prompt, load_policy
+from a5lib.models import encode_prompt, load_policy, without_progress_bars
 from a5lib.optimizers import warmup_lr
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.records import Completion, Problem, Rollout
@@ -353,7 +353,8 @@ def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunSta
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save in Hugging Face format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
     try:
-        model.save_pretrained(folder)
+        with without_progress_bars():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except OSError as error:
         raise UserError(f"The model cannot be saved in {folder} ({error}); make room and resume the run.") from error

@@ -5,6 +5,8 @@
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that wait for each other on busy cores are slow
+
 import pytest
 
 from a5lib.course import load_algo
