@@ -218,7 +218,7 @@ def train(
                 log.metrics(metrics)
                 state.save_seconds = 0.0
                 stopping = stop.requested and not last
-                if stopping or (due(step, config.save_every) and not last):
+                if stopping or due(step, config.save_every) or (last and config.save_every):
                     save()
                 bar.set_postfix(
                     reward=f"{metrics['reward_mean']:.2f}",
@@ -233,8 +233,7 @@ def train(
         keep_best(state, result := validate(config.eval_samples))
         say(f"After, sampled: {result.describe()}.")
         say(f"After, greedy: {validate(1, greedy=True).describe()}.")
-        if config.save_every:
-            save()
+        say(f"Best sampled accuracy: {100 * state.best_accuracy:.1f} %, after step {state.best_step}.")
         if config.save_final:
             save_model(model, tokenizer, run_dir / "model")
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())

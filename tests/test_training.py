@@ -211,6 +211,26 @@ def test_an_interrupt_finishes_the_step_saves_and_says_so(tmp_path: Path) -> Non
     assert outcome(whole)[0] == outcome(tmp_path / "run")[0]
 
 
+def test_an_interrupt_in_the_last_validation_costs_no_step(tmp_path: Path, monkeypatch) -> None:
+    calls: list[int] = []
+    evaluate = training.evaluate
+
+    def interrupted(*args: Any, **kwargs: Any):
+        calls.append(1)
+        if len(calls) == 3:  # after the sampled and the greedy one before training
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(training, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(small(tmp_path / "run", num_steps=2, eval_every=0, save_every=10))
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir(), (
+        "the last step must be saved before it is judged"
+    )
+    assert run(resumed(tmp_path / "run"), resume=True).finished
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
 def test_a_second_interrupt_drops_the_step() -> None:
     with pytest.raises(KeyboardInterrupt), stop_between_steps(lambda sentence: None) as stop:
         os.kill(os.getpid(), signal.SIGINT)
