@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
         print(" ".join(str(error).split()), file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("Interrupted; a run with checkpoints continues with a5 train --resume RUN.", file=sys.stderr)
+        print("Interrupted; a run that has a checkpoint continues with a5 train --resume RUN, any other starts anew.", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -100,8 +100,8 @@ class TrainConfig:
     """Nucleus sampling mass; 1 samples from the whole distribution."""
     generation_backend: Literal["transformers"] = "transformers"
     """What generates the rollouts."""
-    generation_batch_size: int = 256
-    """Responses decoded side by side; lower it when generation runs out of memory."""
+    generation_batch_size: int | None = None
+    """Responses decoded side by side; lower it when generation runs out of memory (toy 256, otherwise 32)."""
 
     train_batch_size: int | None = None
     """Responses in one optimizer step (on-policy: the rollout batch; off-policy: 8)."""
@@ -134,8 +134,8 @@ class TrainConfig:
     """Rollout batches between checkpoints (0: none)."""
     save_final: bool = True
     """Save the trained model in Hugging Face format at the end."""
-    log_rollouts_every: int = 10
-    """Rollout batches between written samples of rollouts (0: none)."""
+    log_rollouts_every: int | None = None
+    """Rollout batches between written rollouts (0: only the first; toy 10, otherwise 40)."""
     output_dir: Path | None = None
     """Run folder; must be new or empty (default: runs/ALGORITHM-seedN-TIME)."""
     tracker: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
@@ -177,6 +177,8 @@ class ResolvedConfig(TrainConfig):
     learning_rate: float = 0.0
     eval_every: int = 0
     eval_samples: int = 0
+    generation_batch_size: int = 0
+    log_rollouts_every: int = 0
 
     @property
     def normalization_constant(self) -> int:
@@ -193,6 +195,8 @@ TOY_DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-4,
     "eval_every": 10,
     "eval_samples": 8,
+    "generation_batch_size": 256,
+    "log_rollouts_every": 10,
 }
 ASSIGNMENT_DEFAULTS: dict[str, Any] = {
     "num_steps": 200,
@@ -203,13 +207,15 @@ ASSIGNMENT_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-5,
     "eval_every": 10,
     "eval_samples": 1,
+    "generation_batch_size": 32,
+    "log_rollouts_every": 40,
 }
 OFF_POLICY_TRAIN_BATCH_SIZE = 8
 MICROBATCH_SIZE = 8
 
 # A resumed run may change these; every other field must be what it was.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"num_steps", "eval_every", "save_every", "save_final", "log_rollouts_every", "tracker"}
+    {"num_steps", "eval_every", "save_every", "save_final", "log_rollouts_every", "tracker", "generation_batch_size"}
 )
 
 

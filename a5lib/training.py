@@ -8,7 +8,9 @@ train batches and takes a step on each, against log-probabilities that were scor
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
+import shutil
 import signal
 import threading
 import time
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +44,7 @@ from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts import RolloutBackend
 from a5lib.rollouts.transformers_backend import TransformersRollouts
-from a5lib.runlog import RunLog, read_config
+from a5lib.runlog import EVALUATIONS_FILE, RunLog, read_config, read_jsonl
 from a5lib.toy_problems import toy_problems
 
 # One stream of random numbers for each purpose, so that one more validation does not change the rollouts.
@@ -55,8 +58,6 @@ class RunState:
 
     step: int = 0
     optimizer_steps: int = 0
-    best_accuracy: float = -1.0
-    best_step: int = -1
     save_seconds: float = 0.0
 
 
@@ -114,21 +115,28 @@ def train(
     backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size)
     recorder = MemoryRecorder(next(model.parameters()).device)
     state = RunState()
+    data = {"--train-file": fingerprint(train_problems), "--val-file": fingerprint(val_problems)}
+    warnings: list[str] = []
     if checkpoint is not None:
+        state, warnings = RunState(**checkpoint.state["run"]), checkpoint.skipped
+        check_continuation(config, state, checkpoint.state["data"], data)
         engine.load_tensors(checkpoint.tensors)
         sampler.load_state_dict(checkpoint.state["sampler"])
-        state = RunState(**checkpoint.state["run"])
         restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
+        checkpoint = None  # its tensors are as large as the training state
     log = RunLog(run_dir, config, whose=algo.summary(), keep_until=state.step)
     say(f"Run folder: {run_dir}. Algorithm {config.algorithm}; code: {algo.summary()}; reward: {grader}.")
-    if checkpoint is not None:
-        for sentence in checkpoint.skipped:
-            say(sentence)
+    for sentence in warnings:
+        say(sentence)
+    if resume:
         say(f"Continuing after step {state.step} of {config.num_steps}.")
 
     def validate(samples: int, *, greedy: bool = False) -> Evaluation:
         backend.sync(engine.weights(), state.step)
-        with tqdm(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress:
+        with (
+            run_faults(f"Validation after step {state.step}", config),
+            tqdm(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress,
+        ):
             result = evaluate(
                 backend, tokenizer, val_problems, template, reward_fn, max_tokens=config.max_tokens,
                 temperature=0.0 if greedy else config.temperature, top_p=config.top_p, samples=samples,
@@ -137,28 +145,36 @@ def train(
         log.evaluation(state.step, "greedy" if greedy else "sampled", result)
         return result
 
+    def validate_fully(when: str) -> None:
+        """Sampled and greedy, unless a run that is continued has these results already."""
+        known = {(r["step"], r["kind"], r["samples"]) for r in read_jsonl(run_dir / EVALUATIONS_FILE)}
+        if (state.step, "sampled", config.eval_samples) not in known:
+            say(f"{when}, sampled: {validate(config.eval_samples).describe()}.")
+        if (state.step, "greedy", 1) not in known:
+            say(f"{when}, greedy: {validate(1, greedy=True).describe()}.")
+
     def save() -> None:
         started = time.perf_counter()
         log.sync()
         rng_tensors, rng_state = capture_rng()
         tensors = {**engine.tensors(), "rng": rng_tensors}
-        json_state = {"run": dataclasses.asdict(state), "sampler": sampler.state_dict(), "rng": rng_state}
+        json_state = {"run": dataclasses.asdict(state), "sampler": sampler.state_dict(), "rng": rng_state,
+                      "data": data}  # fmt: skip
         save_checkpoint(run_dir, state.step, tensors, json_state)
         state.save_seconds = time.perf_counter() - started
 
     with log:
-        if checkpoint is None:
-            say(f"Before, sampled: {validate(config.eval_samples).describe()}.")
-            say(f"Before, greedy: {validate(1, greedy=True).describe()}.")
-            if config.save_every:
-                save()
+        if not resume and config.save_every:
+            save()
+        if state.step == 0:
+            validate_fully("Before")
         bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", unit="step",
                    initial=state.step, total=config.num_steps)  # fmt: skip
         with stop_between_steps(say) as stop:
             for step in bar:
                 clock = Clock(recorder)
 
-                with clock("generate"):
+                with clock("generate"), run_faults(f"Step {step}, generation", config):
                     problems = sampler.next_batch()
                     prompts = [encode_prompt(tokenizer, template.render(p.question)) for p in problems]
                     backend.sync(engine.weights(), state.step)
@@ -178,18 +194,19 @@ def train(
 
                 batch = make_batch(algo, tokenizer.pad_token_id, prompts, completions, advantages)
                 if preset.importance_reweighting_method != "none":
-                    with clock("score"):  # once, before the first update changes the policy
+                    with (
+                        clock("score"),
+                        run_faults(f"Step {step}, scoring", config),
+                    ):  # once, before the first update changes the policy
                         batch["old_log_probs"] = engine.score(batch)["log_probs"]
 
                 updates = []
                 with clock("update"):
                     for rows in torch.arange(len(completions)).split(config.train_batch_size):
                         learning_rate = warmup_lr(config.learning_rate, config.warmup_steps, state.optimizer_steps + 1)
-                        try:
+                        with run_faults(f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])}", config):
                             loss, stats = engine.accumulate({name: values[rows] for name, values in batch.items()})
                             grad_norm = engine.step(learning_rate)
-                        except FloatingPointError as error:
-                            raise UserError(not_finite(error, step, rows, state, config)) from error
                         state.optimizer_steps += 1
                         updates.append(stats | dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate))
 
@@ -203,7 +220,7 @@ def train(
                 last = step == config.num_steps
                 if due(step, config.eval_every) and not last:
                     with clock("eval"):
-                        keep_best(state, validate(1))
+                        validate(1)
                 metrics = {
                     "step": step,
                     "optimizer_steps": state.optimizer_steps,
@@ -217,7 +234,7 @@ def train(
                 }
                 log.metrics(metrics)
                 state.save_seconds = 0.0
-                stopping = stop.requested and not last
+                stopping = stop.requested
                 if stopping or due(step, config.save_every) or (last and config.save_every):
                     save()
                 bar.set_postfix(
@@ -230,10 +247,10 @@ def train(
                 if stopping:
                     return Summary(run_dir, step, finished=False, whose=algo.summary())
 
-        keep_best(state, result := validate(config.eval_samples))
-        say(f"After, sampled: {result.describe()}.")
-        say(f"After, greedy: {validate(1, greedy=True).describe()}.")
-        say(f"Best sampled accuracy: {100 * state.best_accuracy:.1f} %, after step {state.best_step}.")
+        validate_fully("After")
+        sampled = [r for r in read_jsonl(run_dir / EVALUATIONS_FILE) if r["kind"] == "sampled"]
+        best = max(sampled, key=lambda r: r["accuracy"])
+        say(f"Best sampled accuracy: {100 * best['accuracy']:.1f} %, after step {best['step']}.")
         if config.save_final:
             save_model(model, tokenizer, run_dir / "model")
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())
@@ -302,6 +319,17 @@ def open_run(config: ResolvedConfig) -> tuple[Path, Checkpoint]:
     return run_dir, latest_checkpoint(run_dir)
 
 
+def check_continuation(config: ResolvedConfig, state: RunState, before: dict[str, str], now: dict[str, str]) -> None:
+    """Refuse to continue towards a step that has passed, or on problems that have changed."""
+    if config.num_steps < state.step:
+        raise UserError(
+            f"--num-steps {config.num_steps} is below step {state.step}, which the run has reached already."
+        )
+    for name, digest in now.items():
+        if before[name] != digest:
+            raise UserError(f"The problems of {name} are not those that this run began with; restore the file.")
+
+
 def make_batch(
     algo: Any,
     pad_token_id: int,
@@ -333,29 +361,42 @@ def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
-def keep_best(state: RunState, result: Evaluation) -> None:
-    """Remember the best sampled validation accuracy and its step."""
-    if result.accuracy > state.best_accuracy:
-        state.best_accuracy, state.best_step = result.accuracy, state.step
-
-
-def not_finite(error: FloatingPointError, step: int, rows: Tensor, state: RunState, config: ResolvedConfig) -> str:
-    """The sentence for a loss or gradient that is not finite."""
+@contextmanager
+def run_faults(where: str, config: ResolvedConfig) -> Iterator[None]:
+    """Numbers that are not finite, or a card that is full, end the run with one sentence; the checkpoint stays."""
     kept = "no checkpoint was kept" if not config.save_every else "the last checkpoint is untouched"
-    return (
-        f"Step {step}, sequences {int(rows[0])} to {int(rows[-1])} of the rollout batch: {str(error).rstrip('.')}; "
-        f"no parameter was changed after optimizer step {state.optimizer_steps} and {kept}; try a smaller "
-        "--learning-rate or --dtype float32."
-    )
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(
+            f"{where}: {str(error).rstrip('.')}; the step was not taken and {kept}; try a smaller --learning-rate or "
+            "--dtype float32."
+        ) from error
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{where}: the card's memory is full; {kept}; lower --generation-batch-size, add --low-memory, or choose "
+            "--optimizer-state bf16_stochastic."
+        ) from error
+
+
+def fingerprint(problems: Sequence[Problem]) -> str:
+    """SHA-256 over questions and answers: a resumed run must find the same problems."""
+    return hashlib.sha256("\0".join(f"{p.question}\0{p.answer}" for p in problems).encode()).hexdigest()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save in Hugging Face format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
+    """Save in Hugging Face format, complete or not at all: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    if model.generation_config is not None:
+        model.generation_config.do_sample = True  # some models ship a temperature without it and refuse to be saved
     try:
+        shutil.rmtree(unfinished, ignore_errors=True)
         with without_progress_bars():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except OSError as error:
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"The model cannot be saved in {folder} ({error}); make room and resume the run.") from error
 
 

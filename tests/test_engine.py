@@ -67,12 +67,28 @@ def test_scores_are_those_of_each_row_alone(low_memory: bool) -> None:
     scores = engine(low_memory).score(batch)
     reference = tiny_olmo2().double()
     for b, keep in enumerate(batch["response_mask"]):
+        if batch["advantages"][b] == 0:
+            assert not scores["log_probs"][b].any(), "a row that no update runs is not scored"
+            continue
         with torch.no_grad():
             log_probs = torch.log_softmax(reference(batch["input_ids"][b][None]).logits[0], -1)
         expected = log_probs.gather(-1, batch["labels"][b][:, None])[:, 0]
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         torch.testing.assert_close(scores["log_probs"][b][keep].double(), expected[keep], rtol=0, atol=1e-5)
         torch.testing.assert_close(scores["token_entropy"][b][keep].double(), entropy[keep], rtol=0, atol=1e-5)
+
+
+def test_old_and_new_log_probs_are_equal_before_any_update_in_bfloat16() -> None:
+    config = resolve(TrainConfig(model="x", algorithm="offpolicy_gspo", rollout_batch_size=16, group_size=4,
+                                 train_batch_size=8, gradient_accumulation_steps=2, max_tokens=16))  # fmt: skip
+    this = ResidentEngine(tiny_olmo2().bfloat16(), config, load_algo("solutions"))
+    batch = ragged_batch(rows=16)
+    batch["old_log_probs"] = this.score(batch)["log_probs"]
+    for rows in torch.arange(16).split(8):
+        _, stats = this.accumulate({name: values[rows] for name, values in batch.items()})
+        assert (stats["ratio_min"], stats["ratio_max"], stats["clip_fraction"]) == (1.0, 1.0, 0.0), (
+            "scored in other microbatches than it is trained in, a row rounds differently and GSPO clips it"
+        )
 
 
 def test_K01_low_memory_gives_no_warning_and_leaves_the_cache_flag(caplog: pytest.LogCaptureFixture) -> None:

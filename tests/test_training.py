@@ -275,8 +275,79 @@ def test_a_gradient_that_is_not_finite_names_the_step(tmp_path: Path, monkeypatc
         return step(self, learning_rate)
 
     monkeypatch.setattr(training.ResidentEngine, "step", poisoned)
-    with pytest.raises(UserError, match=r"Step 1.*no parameter was changed after optimizer step 0"):
+    with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: .*the step was not taken"):
         run(small(tmp_path / "run"))
+
+
+def test_weights_that_are_not_finite_are_found_in_generation(tmp_path: Path, monkeypatch) -> None:
+    load = training.load_policy
+
+    def damaged(*args: Any, **kwargs: Any):
+        model, tokenizer = load(*args, **kwargs)
+        next(iter(model.parameters())).data.fill_(torch.nan)
+        return model, tokenizer
+
+    monkeypatch.setattr(training, "load_policy", damaged)
+    with pytest.raises(UserError, match=r"Validation after step 0: The model's logits are not finite"):
+        run(small(tmp_path / "run"))
+
+
+def test_a_full_card_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    def full(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training.ResidentEngine, "accumulate", full)
+    with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: the card's memory is full.*--low-memory"):
+        run(small(tmp_path / "run"))
+    monkeypatch.undo()
+    assert run(resumed(tmp_path / "run", generation_batch_size=4), resume=True).finished
+
+
+def test_other_problems_and_a_step_that_has_passed_are_refused_on_resume(tmp_path: Path) -> None:
+    problem = {"question": "What is 1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(problem | {"question": f"What is 1 + 1, {i}?"}) + "\n" for i in range(8)))
+    run(small(tmp_path / "run", num_steps=2, train_file=file, train_examples=8, eval_every=0))
+    with pytest.raises(UserError, match="--num-steps 1 is below step 2"):
+        run(resumed(tmp_path / "run", num_steps=1), resume=True)
+    file.write_text("".join(json.dumps(problem | {"question": f"What is 2 + 2, {i}?"}) + "\n" for i in range(8)))
+    with pytest.raises(UserError, match="problems of --train-file are not those"):
+        run(resumed(tmp_path / "run", num_steps=3), resume=True)
+
+
+def test_a_finished_run_is_not_judged_again(tmp_path: Path) -> None:
+    run(small(tmp_path / "run", num_steps=1))
+    before = read_jsonl(tmp_path / "run" / "evaluations.jsonl")
+    run(resumed(tmp_path / "run"), resume=True)
+    assert read_jsonl(tmp_path / "run" / "evaluations.jsonl") == before
+
+
+def test_an_interrupt_in_the_first_validation_can_be_resumed(tmp_path: Path, monkeypatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(small(tmp_path / "run", num_steps=1))
+    monkeypatch.undo()
+    assert run(resumed(tmp_path / "run"), resume=True).finished
+    kinds = [(e["step"], e["kind"]) for e in read_jsonl(tmp_path / "run" / "evaluations.jsonl")]
+    assert kinds == [(0, "sampled"), (0, "greedy"), (1, "sampled"), (1, "greedy")]
+
+
+def test_an_interrupt_in_the_last_step_stops_before_the_validation(tmp_path: Path, monkeypatch) -> None:
+    generate = TransformersRollouts.generate
+
+    def interrupt(self, *args: Any, **kwargs: Any):
+        if self.synced_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersRollouts, "generate", interrupt)
+    summary = run(small(tmp_path / "run", num_steps=2, eval_every=0))
+    assert (summary.finished, summary.step) == (False, 2)
+    monkeypatch.undo()
+    assert run(resumed(tmp_path / "run"), resume=True).finished
 
 
 def test_a_save_that_fails_is_one_sentence(tmp_path: Path, monkeypatch) -> None:

@@ -18,7 +18,10 @@ class Engine(Protocol):
     """The face of a training engine."""
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
-        """`log_probs` and `token_entropy`, float32 [B, T] on the CPU, under the current weights, without a gradient."""
+        """`log_probs` and `token_entropy`, float32 [B, T] on the CPU, under the current weights, without a gradient.
+
+        `batch` is the whole rollout batch; rows that no update will run (advantage 0) may be left 0.
+        """
         ...
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:

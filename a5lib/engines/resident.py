@@ -46,13 +46,19 @@ class ResidentEngine:
         )
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
-        """See `Engine.score`. Rows go by length in microbatches, so that little padding is computed."""
-        rows, width = batch["labels"].shape
-        out = {name: torch.zeros(rows, width) for name in ("log_probs", "token_entropy")}
-        order = by_length(batch["response_mask"])
+        """See `Engine.score`. The microbatches are those of `accumulate`: then a ratio is exactly 1 before any update,
+        also in bfloat16, where the same row in another batch rounds differently. Rows with advantage 0 stay 0.
+        """
+        mask = batch["response_mask"].bool()
+        out = {name: torch.zeros(mask.shape) for name in ("log_probs", "token_entropy")}
+        trained = (batch["advantages"] != 0) & mask.any(dim=1)
         size = -(-self.config.train_batch_size // self.config.gradient_accumulation_steps)
+        microbatches: list[Tensor] = []
+        for rows in torch.arange(len(mask)).split(self.config.train_batch_size):
+            rows = rows[trained[rows]]
+            microbatches += rows[by_length(mask[rows])].split(size) if len(rows) else ()
         with torch.no_grad():
-            for index in order.split(size):
+            for index in microbatches:
                 used = used_width(batch["response_mask"][index])
                 ids, labels = (batch[name][index, :used].to(self.device) for name in ("input_ids", "labels"))
                 scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)

@@ -113,6 +113,7 @@ class TransformersRollouts:
 
         Raises:
             UserError: a prompt is empty, or longer than the context less `max_tokens`.
+            FloatingPointError: the model's logits are not finite.
             RuntimeError: `sync` has not been called.
         """
         if self.synced_step is None:
@@ -169,6 +170,8 @@ class TransformersRollouts:
         for t in range(max_tokens):
             draws = uniform[[row.index for row in active], t].to(device)
             tokens, log_probs = sample(logits, draws, temperature, top_p)
+            if not log_probs.isfinite().all():
+                raise FloatingPointError("The model's logits are not finite.")
             for row, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
                 if row.text is not None:
                     continue  # finished, and not yet dropped
@@ -253,7 +256,9 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1
         cumulative = probs.cumsum(-1)
         total = cumulative[:, -1]
         target = (uniform * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
-        tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
+        tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+        outside = probs.gather(-1, tokens[:, None]).squeeze(-1) == 0  # a parallel sum on a card is not quite monotone
+        tokens = torch.where(outside, probs.argmax(-1), tokens)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
