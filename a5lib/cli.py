@@ -14,6 +14,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ class EvaluateFlags:
     top_p: float = 1.0
     """Nucleus sampling mass."""
     max_tokens: int | None = None
-    """Longest response in tokens (toy 80, otherwise 512)."""
+    """Longest response in tokens (toy 80, otherwise 512 or what the context leaves)."""
     seed: int = 0
     """Seed of the sampling."""
     device: str = "auto"
@@ -74,8 +76,8 @@ class EvaluateFlags:
     """Attention kernel of transformers."""
     trust_remote_code: bool = False
     """Allow Python code that a model repository ships to run; leave it off."""
-    generation_batch_size: int = 256
-    """Responses decoded side by side."""
+    generation_batch_size: int | None = None
+    """Responses decoded side by side (toy 256, otherwise 32)."""
     show: int = 2
     """Examples to print of each outcome class."""
     output: Path | None = None
@@ -98,7 +100,10 @@ def train_command(flags: TrainFlags) -> int:
         say(f"Curves: {save_curves(summary.run_dir)}.")
     say(f"The command that repeats this run: {summary.run_dir / 'command.txt'}.")
     if not summary.finished:
-        say(f"Stopped after step {summary.step}. Continue with: a5 train --resume {summary.run_dir}")
+        a5 = "a5" if shutil.which("a5") else os.path.relpath(Path(sys.executable).with_name("a5"))
+        say(
+            f"Stopped after step {summary.step}. Continue with: {a5} train --resume {shlex.quote(str(summary.run_dir))}"
+        )
         return 130
     return 0
 
@@ -142,7 +147,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     from a5lib.prompts import grader_name, load_prompt
     from a5lib.rollouts.transformers_backend import TransformersRollouts
     from a5lib.toy_problems import toy_problems
-    from a5lib.training import check_context
+    from a5lib.training import check_context, room_for_response
 
     if flags.samples < 1:
         raise UserError(f"--samples is {flags.samples}; it must be at least 1.")
@@ -152,7 +157,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     values = {name: getattr(flags, name) for name in shared}
     if flags.temperature == 0:  # greedy, which training refuses
         del values["temperature"]
-    max_tokens = resolve(TrainConfig(**values)).max_tokens
+    resolved = resolve(TrainConfig(**values))
     template = load_prompt(flags.prompt)
     grader = grader_name(template, flags.grader)
     problems = (
@@ -167,8 +172,10 @@ def evaluate_command(flags: EvaluateFlags) -> int:
         attention_implementation=flags.attention_implementation,
         trust_remote_code=flags.trust_remote_code,
     )
-    check_context(model, tokenizer, template, problems, max_tokens)
-    backend = TransformersRollouts(model, tokenizer, flags.generation_batch_size)
+    room = room_for_response(model, tokenizer, template, problems)
+    max_tokens = min(resolved.max_tokens, room) if flags.max_tokens is None else resolved.max_tokens
+    check_context(room, max_tokens)
+    backend = TransformersRollouts(model, tokenizer, resolved.generation_batch_size)
     backend.sync(model.named_parameters(), 0)
     with tqdm(total=len(problems) * flags.samples, desc="evaluate", unit="resp") as bar:
         result = evaluate(
@@ -379,8 +386,14 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         code = 2
+    except NotImplementedError as error:  # a stub in starter/ that was called
+        print(f"An exercise is not written yet: {error}; A5_IMPL=auto takes the reference for it.", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
-        print("Interrupted; a run that has a checkpoint continues with a5 train --resume RUN, any other starts anew.", file=sys.stderr)
+        print(
+            "Interrupted; a run that has a checkpoint continues with a5 train --resume RUN, any other starts anew.",
+            file=sys.stderr,
+        )
         code = 130
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

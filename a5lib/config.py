@@ -311,7 +311,9 @@ def _check_divides(config: ResolvedConfig, whole: str, part: str) -> None:
     below = max((d for d in divisors if d <= size), default=1)
     above = min((d for d in divisors if d >= size), default=total)
     near = f"{below}" if below == above else f"{below} or {above}"
-    raise UserError(f"{flag(whole)} {total} is not divisible by {flag(part)} {size}; the nearest that fits is {near}.")
+    raise UserError(
+        f"{flag(whole)} {total} is not divisible by {flag(part)} {size}; the nearest {flag(part)} is {near}."
+    )
 
 
 def flag(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
+import shlex
 import shutil
 import signal
 import threading
@@ -50,6 +51,7 @@ from a5lib.toy_problems import toy_problems
 # One stream of random numbers for each purpose, so that one more validation does not change the rollouts.
 ROLLOUT_STREAM, EVALUATION_STREAM = 1, 2
 ADVANTAGE_EPS = 1e-6
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}<{remaining}{postfix}"  # fits into 80 columns
 
 
 @dataclass
@@ -106,7 +108,8 @@ def train(
         attention_implementation=config.attention_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    check_context(model, tokenizer, template, [*train_problems, *val_problems], config.max_tokens)
+    room = room_for_response(model, tokenizer, template, [*train_problems, *val_problems])
+    check_context(room, config.max_tokens)
     run_dir, checkpoint = open_run(config) if resume else (claim_run_dir(config), None)
 
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -168,7 +171,7 @@ def train(
             save()
         if state.step == 0:
             validate_fully("Before")
-        bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", unit="step",
+        bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,
                    initial=state.step, total=config.num_steps)  # fmt: skip
         with stop_between_steps(say) as stop:
             for step in bar:
@@ -240,7 +243,7 @@ def train(
                 bar.set_postfix(
                     reward=f"{metrics['reward_mean']:.2f}",
                     format=f"{metrics['format_reward_mean']:.2f}",
-                    tok_s=f"{metrics['generation_tokens_per_second']:.0f}",
+                    tokens_s=f"{metrics['generation_tokens_per_second']:.0f}",
                 )
                 if on_step is not None:
                     on_step(metrics)
@@ -250,7 +253,7 @@ def train(
         validate_fully("After")
         sampled = [r for r in read_jsonl(run_dir / EVALUATIONS_FILE) if r["kind"] == "sampled"]
         best = max(sampled, key=lambda r: r["accuracy"])
-        say(f"Best sampled accuracy: {100 * best['accuracy']:.1f} %, after step {best['step']}.")
+        say(f"Best sampled accuracy: {100 * best['accuracy']:.1f} %, at step {best['step']}.")
         if config.save_final:
             save_model(model, tokenizer, run_dir / "model")
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())
@@ -271,22 +274,29 @@ def load_problems(config: ResolvedConfig) -> tuple[list[Problem], list[Problem]]
     return train, val
 
 
-def check_context(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    template: PromptTemplate,
-    problems: Sequence[Problem],
-    max_tokens: int,
-) -> None:
-    """Refuse, before any work, a longest response that does not fit behind the longest prompt."""
+def room_for_response(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: PromptTemplate, problems: Sequence[Problem]
+) -> int:
+    """Tokens of the model's context that the longest prompt leaves.
+
+    Raises:
+        UserError: it leaves none.
+    """
     context = model.config.max_position_embeddings
     longest = max(len(encode_prompt(tokenizer, template.render(p.question))) for p in problems)
-    if longest + max_tokens > context:
+    if longest >= context:
         raise UserError(
-            f"--max-tokens {max_tokens} does not fit: the longest prompt has {longest} tokens and the model's context "
-            f"is {context}; use --max-tokens {context - longest} or fewer."
-            if longest < context
-            else f"The longest prompt has {longest} tokens but the model's context is {context}; use shorter prompts."
+            f"The longest prompt has {longest} tokens but the model's context is {context}; use shorter prompts."
+        )
+    return context - longest
+
+
+def check_context(room: int, max_tokens: int) -> None:
+    """Refuse, before any work, a longest response that does not fit behind the longest prompt."""
+    if max_tokens > room:
+        raise UserError(
+            f"--max-tokens {max_tokens} does not fit: the longest prompt leaves {room} tokens of the model's context; "
+            f"use --max-tokens {room} or fewer."
         )
 
 
@@ -296,7 +306,8 @@ def claim_run_dir(config: ResolvedConfig) -> Path:
     run_dir = config.output_dir or Path("runs") / f"{config.algorithm}-seed{config.seed}-{stamp}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UserError(
-            f"--output-dir {run_dir} is not empty; choose a new folder, or continue that run with --resume {run_dir}."
+            f"--output-dir {run_dir} is not empty; choose a new folder, or continue that run with "
+            f"--resume {shlex.quote(str(run_dir))}."
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -126,7 +126,7 @@ def refused(command: str, *words: str | Path) -> str:
         ("train --model none/at/all", ["no model folder 'none/at/all'"]),
         ("train --model used", ["'used' has no config.json"]),
         ("train --device cuda", ["sees no NVIDIA card", "--device cpu"]),
-        ("train --max-tokens 600", ["--max-tokens 600 does not fit", "context is 512", "or fewer"]),
+        ("train --max-tokens 600", ["--max-tokens 600 does not fit", "leaves", "or fewer"]),
         ("evaluate --max-tokens 600 --val-examples 2", ["--max-tokens 600 does not fit"]),
         # run folders
         ("train --output-dir used", ["--output-dir used is not empty", "--resume used"]),
@@ -334,7 +334,8 @@ def test_ctrl_c_stops_after_the_step_and_says_how_to_continue(here: Path, monkey
     monkeypatch.setattr(a5lib.training, "combine_updates", interrupted)
     result = a5(f"{SMALL} --output-dir run")
     assert result.code == 130
-    assert "Stopped after step 1. Continue with: a5 train --resume run" in result.out
+    assert "Stopped after step 1. Continue with: " in result.out
+    assert "a5 train --resume run\n" in result.out
     monkeypatch.undo()
     monkeypatch.chdir(here)
     assert a5("train --resume run").code == 0
@@ -541,3 +542,19 @@ def test_a_reader_that_goes_away_is_no_fault(tmp_path: Path, words: str) -> None
     with os.fdopen(writing, "w") as pipe:
         done = process(tmp_path, *words.split(), stdout=pipe, stderr=subprocess.PIPE)
     assert done.stderr == ""
+
+
+def test_a_stub_that_a_run_needs_is_one_sentence(here: Path, monkeypatch) -> None:
+    monkeypatch.setenv("A5_IMPL", "starter")
+    result = a5(f"{SMALL} --output-dir run")
+    assert result.code == 2
+    assert "An exercise is not written yet: " in result.err and "(notebook " in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_default_length_gives_way_to_a_short_context(here: Path) -> None:
+    a5(f"{SMALL} --num-steps 1 --output-dir run")
+    result = a5("evaluate --model run/model --val-examples 2 --max-tokens 16")
+    assert result.code == 0
+    result = a5("evaluate --model run/model --val-examples 1 --prompt r1_zero_three_shot")
+    assert result.code == 0, "512 tokens do not fit behind the prompt; what the context leaves does"
