@@ -195,6 +195,9 @@ def draw_entropy(ax: Axes, runs: list[Run]) -> None:
     ax.set_ylim(bottom=0)
 
 
+ROUNDING_KL = 1e-6  # on-policy the KL is 0 up to float32 rounding; the axis must not blow that up
+
+
 def draw_kl(ax: Axes, runs: list[Run]) -> None:
     """KL from the rollout policy in nats; where anything was clipped, its share on a second axis."""
     for run in runs:
@@ -204,7 +207,8 @@ def draw_kl(ax: Axes, runs: list[Run]) -> None:
         ax, "Distance from the rollout policy", "KL (nats a token)", {"KL": SOLID, "clipped": DASHED} if clipped else {}
     )
     ax.ticklabel_format(axis="y", scilimits=(-3, 3))
-    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])  # room for the legend above the lines
+    top = max(ax.get_ylim()[1], ROUNDING_KL)
+    ax.set_ylim(0, 1.3 * top)  # room for the legend above the lines
     if clipped:
         right = ax.twinx()
         for run in clipped:
