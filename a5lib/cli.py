@@ -140,14 +140,12 @@ def print_summary(run_dir: Path) -> None:
 
 
 def evaluate_command(flags: EvaluateFlags) -> int:
-    from a5lib.data import load_gsm8k
     from a5lib.evaluation import evaluate
     from a5lib.grading import REWARD_FUNCTIONS
     from a5lib.models import load_policy
     from a5lib.prompts import grader_name, load_prompt
     from a5lib.rollouts.transformers_backend import TransformersRollouts
-    from a5lib.toy_problems import toy_problems
-    from a5lib.training import check_context, room_for_response
+    from a5lib.training import check_context, load_problems, room_for_response
 
     if flags.samples < 1:
         raise UserError(f"--samples is {flags.samples}; it must be at least 1.")
@@ -160,11 +158,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     resolved = resolve(TrainConfig(**values))
     template = load_prompt(flags.prompt)
     grader = grader_name(template, flags.grader)
-    problems = (
-        toy_problems("validation", flags.val_examples)
-        if flags.val_file is None
-        else load_gsm8k(flags.val_file, flags.val_examples)
-    )
+    problems = load_problems(flags.val_file, "validation", flags.val_examples)
     model, tokenizer = load_policy(
         flags.model,
         device=flags.device,

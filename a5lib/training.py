@@ -46,7 +46,7 @@ from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts import RolloutBackend
 from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.runlog import EVALUATIONS_FILE, RunLog, read_config, read_jsonl
-from a5lib.toy_problems import toy_problems
+from a5lib.toy_problems import Split, toy_problems
 
 # One stream of random numbers for each purpose, so that one more validation does not change the rollouts.
 ROLLOUT_STREAM, EVALUATION_STREAM = 1, 2
@@ -99,7 +99,8 @@ def train(
     template = load_prompt(config.prompt)
     grader = grader_name(template, config.grader)
     reward_fn = REWARD_FUNCTIONS[grader]
-    train_problems, val_problems = load_problems(config)
+    train_problems = load_problems(config.train_file, "train", config.train_examples)
+    val_problems = load_problems(config.val_file, "validation", config.val_examples)
     sampler = BatchSampler(train_problems, config.rollout_batch_size // config.group_size, config.seed)
     model, tokenizer = load_policy(
         config.model,
@@ -259,19 +260,9 @@ def train(
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())
 
 
-def load_problems(config: ResolvedConfig) -> tuple[list[Problem], list[Problem]]:
-    """Training and validation problems: from the files, or from the embedded generator where no file is named."""
-    train = (
-        toy_problems("train", config.train_examples)
-        if config.train_file is None
-        else load_gsm8k(config.train_file, config.train_examples)
-    )
-    val = (
-        toy_problems("validation", config.val_examples)
-        if config.val_file is None
-        else load_gsm8k(config.val_file, config.val_examples)
-    )
-    return train, val
+def load_problems(file: Path | None, split: Split, count: int) -> list[Problem]:
+    """The first problems of a GSM8K JSONL file, or of the embedded split where no file is named."""
+    return toy_problems(split, count) if file is None else load_gsm8k(file, count)
 
 
 def room_for_response(
