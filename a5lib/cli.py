@@ -342,10 +342,8 @@ def toy_build_command(
         seed: Seed of text and weights.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
     """
-    from a5lib.models import claim_folder
     from a5lib.toy_build import build
 
-    claim_folder(out)
     build(out, steps=steps, rows=rows, documents=documents, validation=validation, seed=seed, device=device)
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -157,18 +159,36 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def claim_folder(folder: Path) -> None:
-    """Make a folder to write a model into; it must be new or empty.
+def claim_folder(folder: Path, what: str = "The folder", *, otherwise: str = "choose a new one") -> None:
+    """Make a folder to write into; it must be new or empty. `what` names it and `otherwise` is the advice if it is not.
 
     Raises:
         UserError: it holds something or cannot be made.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"The folder {folder} is not empty; choose a new one.")
+        raise UserError(f"{what} {folder} is not empty; {otherwise}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"The folder {folder} cannot be made ({error.strerror}); choose another one.") from error
+        raise UserError(f"{what} {folder} cannot be made ({error.strerror}); choose another one.") from error
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save in Hugging Face format, complete or not at all: `AutoModelForCausalLM.from_pretrained(folder)` loads it.
+
+    Raises:
+        UserError: the disk or the model's own checks refuse; an older model in the folder is untouched.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with without_progress_bars():
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"The model cannot be saved in {folder} ({error}); make room and try again.") from error
 
 
 def _check_source(model: str, source: str) -> None:
@@ -241,10 +261,4 @@ def convert_gguf(file: Path, out: Path, dtype: str = "bfloat16") -> None:
         raise UserError(f"{file} does not load ({_first_line(error)}); give a GGUF file of a known model.") from error
     fresh = AutoModelForCausalLM.from_config(loaded.config).to(select_dtype(dtype, torch.device("cpu")))
     fresh.load_state_dict(loaded.state_dict())
-    try:
-        fresh.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-    except OSError as error:
-        raise UserError(
-            f"The model cannot be written to {out} ({error.strerror}); make room or choose another."
-        ) from error
+    save_model(fresh, tokenizer, out)

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import random
 import shlex
-import shutil
 import signal
 import threading
 import time
@@ -24,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +37,7 @@ from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import REWARD_FUNCTIONS
 from a5lib.memory import MemoryRecorder
 from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
-from a5lib.models import encode_prompt, load_policy, without_progress_bars
+from a5lib.models import claim_folder, encode_prompt, load_policy, save_model
 from a5lib.optimizers import warmup_lr
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.records import Completion, Problem, Rollout
@@ -60,7 +58,6 @@ class RunState:
 
     step: int = 0
     optimizer_steps: int = 0
-    save_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,8 @@ def train(
         if (state.step, "greedy", 1) not in known:
             say(f"{when}, greedy: {validate(1, greedy=True).describe()}.")
 
-    def save() -> None:
+    def save() -> float:
+        """Save a checkpoint; returns the seconds it took."""
         started = time.perf_counter()
         log.sync()
         rng_tensors, rng_state = capture_rng()
@@ -165,11 +163,10 @@ def train(
         json_state = {"run": dataclasses.asdict(state), "sampler": sampler.state_dict(), "rng": rng_state,
                       "data": data}  # fmt: skip
         save_checkpoint(run_dir, state.step, tensors, json_state)
-        state.save_seconds = time.perf_counter() - started
+        return time.perf_counter() - started
 
     with log:
-        if not resume and config.save_every:
-            save()
+        save_seconds = save() if config.save_every and not resume else 0.0
         if state.step == 0:
             validate_fully("Before")
         bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,
@@ -198,10 +195,8 @@ def train(
 
                 batch = make_batch(algo, tokenizer.pad_token_id, prompts, completions, advantages)
                 if preset.importance_reweighting_method != "none":
-                    with (
-                        clock("score"),
-                        run_faults(f"Step {step}, scoring", config),
-                    ):  # once, before the first update changes the policy
+                    # Once, before the first update changes the policy.
+                    with clock("score"), run_faults(f"Step {step}, scoring", config):
                         batch["old_log_probs"] = engine.score(batch)["log_probs"]
 
                 updates = []
@@ -234,13 +229,12 @@ def train(
                     **rollout_metrics(tokenizer, rollouts, grader),
                     **throughput(batch, rollouts, clock),
                     **clock.metrics(),
-                    "seconds_save": state.save_seconds,
+                    "seconds_save": save_seconds,
                 }
                 log.metrics(metrics)
-                state.save_seconds = 0.0
                 stopping = stop.requested
-                if stopping or due(step, config.save_every) or (last and config.save_every):
-                    save()
+                saving = stopping or due(step, config.save_every) or (last and config.save_every)
+                save_seconds = save() if saving else 0.0
                 bar.set_postfix(
                     reward=f"{metrics['reward_mean']:.2f}",
                     format=f"{metrics['format_reward_mean']:.2f}",
@@ -256,6 +250,8 @@ def train(
         best = max(sampled, key=lambda r: r["accuracy"])
         say(f"Best sampled accuracy: {100 * best['accuracy']:.1f} %, at step {best['step']}.")
         if config.save_final:
+            if model.generation_config is not None:
+                model.generation_config.do_sample = True  # a temperature without it is refused when saving
             save_model(model, tokenizer, run_dir / "model")
     return Summary(run_dir, state.step, finished=True, whose=algo.summary())
 
@@ -295,15 +291,8 @@ def claim_run_dir(config: ResolvedConfig) -> Path:
     """Make the run folder; it must be new or empty."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = config.output_dir or Path("runs") / f"{config.algorithm}-seed{config.seed}-{stamp}"
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise UserError(
-            f"--output-dir {run_dir} is not empty; choose a new folder, or continue that run with "
-            f"--resume {shlex.quote(str(run_dir))}."
-        )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{run_dir} cannot be made ({error.strerror}); choose another --output-dir.") from error
+    resume = f"choose a new folder, or continue that run with --resume {shlex.quote(str(run_dir))}"
+    claim_folder(run_dir, "--output-dir", otherwise=resume)
     return run_dir
 
 
@@ -384,22 +373,6 @@ def run_faults(where: str, config: ResolvedConfig) -> Iterator[None]:
 def fingerprint(problems: Sequence[Problem]) -> str:
     """SHA-256 over questions and answers: a resumed run must find the same problems."""
     return hashlib.sha256("\0".join(f"{p.question}\0{p.answer}" for p in problems).encode()).hexdigest()
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save in Hugging Face format, complete or not at all: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    if model.generation_config is not None:
-        model.generation_config.do_sample = True  # some models ship a temperature without it and refuse to be saved
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with without_progress_bars():
-            model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"The model cannot be saved in {folder} ({error}); make room and resume the run.") from error
 
 
 @dataclass
