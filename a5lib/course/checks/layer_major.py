@@ -1,0 +1,1 @@
+"""Checks of `layer_major.py`."""

@@ -1,0 +1,1 @@
+"""Checks of `train_step.py`."""

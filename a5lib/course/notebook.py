@@ -1,0 +1,98 @@
+"""What a notebook says to a student: an exercise's text, the results of its checks, and hints.
+
+In IPython texts are shown as Markdown, elsewhere they are printed. This file only shows; `checking` decides.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from a5lib.course.checking import Result, run_checks
+from a5lib.course.exercises import EXERCISES, algo_to_check, exercise_of, has_reference, package_folder
+from a5lib.course.stubs import blank, function_text, region_text
+from a5lib.errors import UserError
+
+
+def show(*names: str) -> None:
+    """Show the stubs of exercises (files, or single functions) and a link to the file to edit.
+
+    The region is always shown as a stub, also where you have written it.
+    """
+    for exercise in dict.fromkeys(exercise_of(name) for name in names):
+        path = package_folder("starter") / f"{exercise}.py"
+        text = blank(path.read_text(encoding="utf-8"))
+        wanted = [f for f in EXERCISES[exercise] if exercise in names or f in names]
+        code = "\n\n\n".join(function_text(text, name) for name in wanted)
+        _display(
+            f"Write this in [starter/{exercise}.py](../starter/{exercise}.py), between the markers, and save the file:"
+            f"\n\n```python\n{code}\n```"
+        )
+
+
+def check(name: str) -> None:
+    """Run the checks of an exercise (a file or one function) on your code as it is saved, and say what they found."""
+    exercise = exercise_of(name)
+    results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
+    print(report(exercise, results))
+
+
+def report(exercise: str, results: list[Result]) -> str:
+    """The results in words: what is wrong first, then what is still to be written."""
+    whose = algo_to_check(exercise).whose
+    passed = [r for r in results if r.status == "passed"]
+    failed = [r for r in results if r.status == "failed"]
+    unwritten = {r.check.function: r.words for r in results if r.status == "unwritten"}
+    code = "the reference" if all(whose[f] == "reference" for f in EXERCISES[exercise]) else "your code"
+    if not failed and not unwritten:
+        return f"{exercise}: all {len(passed)} checks pass ({code})."
+    lines = []
+    if passed or failed:
+        lines.append(f"{exercise}: {len(passed)} of {len(passed) + len(failed)} checks pass ({code}).")
+    for result in failed:
+        lines += ["", f"✗ {result.check.function}: {result.check.title}"]
+        lines += [f"  {line}" for line in result.words.splitlines()]
+    for function, words in unwritten.items():
+        lines += ["", f"○ {function} is not written yet. In starter/{exercise}.py: {words}"]
+        if not has_reference():
+            continue
+        lines.append("  Until then the cells below use the reference.")
+    lines += ["", f'Stuck? hint("{exercise}", 1), then 2, then 3.']
+    return "\n".join(lines).strip()
+
+
+def hint(name: str, level: int = 1) -> None:
+    """Show a hint for an exercise (a file or one function): 1 is a nudge, 2 the formula, 3 the code."""
+    if level not in (1, 2, 3):
+        raise UserError(f"There is no hint {level}; choose 1 (a nudge), 2 (the formula) or 3 (the code).")
+    exercise = exercise_of(name)
+    functions = [f for f in EXERCISES[exercise] if name in (exercise, f)]
+    _display("\n\n".join(f"**{function}**\n\n{hint_text(function, level)}" for function in functions))
+
+
+def hint_text(function: str, level: int) -> str:
+    """One hint. The first two are in `hints/`; the third is the reference's region, where `solutions/` is here."""
+    exercise = exercise_of(function)
+    if level == 3:
+        if not has_reference():
+            return "The code is in solutions/, which is not in this version of the course; ask your teacher."
+        text = (package_folder("solutions") / f"{exercise}.py").read_text(encoding="utf-8")
+        return f"```python\n{region_text(text, function)}\n```"
+    text = files("a5lib.course").joinpath("hints", f"{exercise}.md").read_text(encoding="utf-8")
+    section = re.search(rf"^# {function}$(.*?)(?=^# |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = section and re.search(rf"^## {level}$(.*?)(?=^## |\Z)", section[1], re.MULTILINE | re.DOTALL)
+    if not found:
+        raise UserError(f"hints/{exercise}.md has no hint {level} for {function}.")
+    return found[1].strip()
+
+
+def _display(markdown: str) -> None:
+    try:
+        from IPython import get_ipython
+        from IPython.display import Markdown, display
+    except ImportError:
+        get_ipython = None
+    if get_ipython is None or get_ipython() is None:
+        print(markdown)
+    else:
+        display(Markdown(markdown))

@@ -1,0 +1,209 @@
+"""Run, tidy and inspect the notebooks: `python -m tests.notebook_tools run 02_masks`.
+
+- `run NAME ...`      executes notebooks on the reference and writes them tidied, as they are committed
+- `starter NAME ...`  executes them on the stubs, without writing, and says what ended in an error
+- `address OWNER/REPO` writes the GitHub address of your copy into the Colab badges and cells
+Without names all notebooks are meant. This file knows notebooks as data; what they teach is not its business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+LAX = ("11_full_training",)  # these train, so their numbers change from machine to machine
+NO_COLAB = ("11_full_training",)  # needs files of its own that outlive the kernel
+ADDRESS = "YOUR_NAME/a5lib"  # no GitHub name has an underscore: nothing foreign can be fetched before you set yours
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{address}/blob/main/notebooks/{name}.ipynb) "
+    "In Colab the next cell installs the course. What is lost there: files you edit disappear when Colab ends, so "
+    "download `starter/` before that."
+)
+COLAB = """\
+import sys
+
+if "google.colab" in sys.modules:  # only in Colab: fetch the course and install it
+    %cd /content
+    !git clone -q https://github.com/{address} a5lib
+    %cd a5lib/notebooks
+    %pip install -q -e ..
+    import site
+
+    site.main()"""
+
+
+def with_colab_cells(nb: Any, name: str, address: str = ADDRESS) -> Any:
+    """The notebook with the badge and the Colab cell after its header."""
+    if name in NO_COLAB:
+        return nb
+    badge = nbformat.v4.new_markdown_cell(BADGE.format(address=address, name=name))
+    nb.cells[1:1] = [badge, nbformat.v4.new_code_cell(COLAB.format(address=address))]
+    return nb
+
+
+def execute(nb: Any, impl: str, folder: Path = NOTEBOOKS, allow_errors: bool = False) -> Any:
+    """Run all cells in a new kernel that starts in `folder`; GPU cells (tag nbval-skip) are left as they are."""
+    env = os.environ | {"A5_IMPL": impl, "CI": "true", "OMP_NUM_THREADS": "1"}
+    client = NotebookClient(
+        nb,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        allow_errors=allow_errors,
+        skip_cells_with_tag="nbval-skip",
+    )
+    return client.execute(env=env)
+
+
+def normalise(nb: Any, name: str) -> Any:
+    """As it is committed: plain metadata, counted cells, ids that do not change, no widgets, streams in one piece."""
+    nb.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    nb.nbformat, nb.nbformat_minor = 4, 5
+    count = 0
+    for index, cell in enumerate(nb.cells):
+        cell.id = hashlib.sha256(f"{name} {index}".encode()).hexdigest()[:8]
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if cell.cell_type != "code":
+            continue
+        count += 1
+        cell.execution_count = count
+        cell.outputs = [output for output in _joined(cell.outputs) if WIDGET not in output.get("data", {})]
+        for output in cell.outputs:
+            output.pop("transient", None)
+            if "metadata" in output:
+                output.metadata = nbformat.from_dict({})
+            if output.output_type == "execute_result":
+                output.execution_count = count
+    return nb
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    joined: list[Any] = []
+    for output in outputs:
+        last = joined[-1] if joined else None
+        if output.output_type == "stream" and last is not None and last.get("name") == output.name:
+            last.text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def violations(nb: Any, name: str) -> Iterator[str]:
+    """What breaks the rules of the notebooks, in words."""
+    kernel = nb.metadata.get("kernelspec", {}).get("name")
+    if kernel != "python3":
+        yield f"the kernel is called {kernel!r} and not python3"
+    if "widgets" in nb.metadata:
+        yield "widget state is stored"
+    ids = [cell.get("id") for cell in nb.cells]
+    if None in ids or len(set(ids)) != len(ids):
+        yield "cell ids are missing or not unique"
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        yield f"execution counts are {counts} and not 1 to {len(code)}"
+    titles = re.findall(r"^# .+$", "\n".join(_prose(nb)), re.MULTILINE)
+    if len(titles) != 1 or not nb.cells[0].source.startswith("# "):
+        yield f"one H1 in the first cell is expected, not {titles}"
+    if re.search(r"^#+ \d", "\n".join(_prose(nb)), re.MULTILINE):
+        yield "a heading is numbered by hand"
+    if "**Time**" not in nb.cells[0].source or "**You write**" not in nb.cells[0].source:
+        yield "the header does not say Time and You write"
+    for index, cell in enumerate(code, start=1):
+        if "sys.path" in cell.source:
+            yield f"code cell {index} touches sys.path"
+        if not cell.source.strip():
+            yield f"code cell {index} is empty"
+        tags = cell.metadata.get("tags", [])
+        for output in cell.outputs:
+            yield from (f"code cell {index}: {fault}" for fault in _output_faults(output, tags))
+
+
+def _prose(nb: Any) -> list[str]:
+    return [re.sub(r"```.*?```", "", c.source, flags=re.DOTALL) for c in nb.cells if c.cell_type == "markdown"]
+
+
+def _output_faults(output: Any, tags: list[str]) -> Iterator[str]:
+    if output.output_type == "error":
+        yield f"ended in {output.ename}: {output.evalue}"
+        return
+    data = output.get("data", {})
+    if WIDGET in data:
+        yield "a widget view is stored"
+    text = output.get("text", "") + "".join(data.get(kind, "") for kind in ("text/plain", "text/html", "text/markdown"))
+    if re.search(r"0x[0-9a-f]{6,}", text):
+        yield "an address in memory is printed"
+    if re.search(r"(?:/home/|/root/|/Users/|/tmp/|/work/|[A-Z]:\\)", text):
+        yield "a path of one machine is printed"
+    if re.search(r"\d+%\|", text):
+        yield "a progress bar is stored"
+    if "nbval-ignore-output" not in tags and re.search(r"(?<![\w.])\d+\.\d{5,}", text):
+        yield "a number has more than four decimals"
+
+
+def load(name: str) -> Any:
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+
+
+def errors(nb: Any) -> list[str]:
+    """The cells that ended in an error, in words."""
+    return [
+        f"code cell {index}: {output.ename}: {output.evalue}"
+        for index, cell in enumerate((c for c in nb.cells if c.cell_type == "code"), start=1)
+        for output in cell.outputs
+        if output.output_type == "error"
+    ]
+
+
+def set_address(address: str) -> None:
+    """Write the GitHub address, OWNER/REPO, into badges and Colab cells."""
+    for name in ALL:
+        path = NOTEBOOKS / f"{name}.ipynb"
+        text = path.read_text(encoding="utf-8")
+        for before in set(re.findall(r"research\.google\.com/github/([^/]+/[^/]+)/blob", text)):
+            text = text.replace(f"google.com/github/{before}/", f"google.com/github/{address}/")
+            text = text.replace(f"https://github.com/{before} a5lib", f"https://github.com/{address} a5lib")
+        path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    command, names = arguments[0], arguments[1:]
+    if command == "address":
+        set_address(names[0])
+        return 0
+    faults = 0
+    for name in names or ALL:
+        began = time.perf_counter()
+        nb = execute(load(name), impl="solutions" if command == "run" else "starter", allow_errors=True)
+        if command == "run":
+            nb = normalise(nb, name)
+            nbformat.write(nb, NOTEBOOKS / f"{name}.ipynb")
+        found = list(violations(nb, name)) if command == "run" else errors(nb)
+        print(f"{name}: {time.perf_counter() - began:.1f} s", *found, sep="\n  ")
+        faults += len(found)
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

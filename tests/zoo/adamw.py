@@ -1,0 +1,5 @@
+"""Faults in adamw.py."""
+
+from tests.zoo import Fault
+
+FAULTS: list[Fault] = []

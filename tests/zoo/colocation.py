@@ -1,0 +1,5 @@
+"""Faults in colocation.py."""
+
+from tests.zoo import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,5 @@
+"""Faults in scoring.py."""
+
+from tests.zoo import Fault
+
+FAULTS: list[Fault] = []

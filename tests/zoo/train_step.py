@@ -1,0 +1,5 @@
+"""Faults in train_step.py."""
+
+from tests.zoo import Fault
+
+FAULTS: list[Fault] = []
