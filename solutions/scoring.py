@@ -20,7 +20,7 @@ def log_probs_from_logits(
 
     With z = logits / temperature: log p(label) = z[label] - logsumexp(z), and the entropy is logsumexp(z) - sum(p z).
     Only one entry of the log-probabilities is needed, so the tensor of all of them is never made. A token with logit
-    -inf has p = 0 and adds 0 to the entropy (not 0 * -inf = NaN), in value and gradient. Taught in notebook 05.
+    -inf has p = 0 and adds 0 to the entropy (not 0 * -inf = NaN), in value and gradient. Taught in notebook 06.
 
     Args:
         logits: float [..., V].
@@ -46,7 +46,7 @@ def log_probs_from_logits(
         )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels has shape {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, as the logits.")
-    ### BEGIN YOUR CODE: float32, scale, logsumexp minus gather; entropy without 0 * -inf (notebook 05)
+    ### BEGIN YOUR CODE: float32, scale, logsumexp minus gather; entropy without 0 * -inf (notebook 06)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # [..., V]
     logits = logits - logits.detach().amax(dim=-1, keepdim=True)  # no other distribution, but large logits keep digits
     log_sum = logits.logsumexp(dim=-1)  # [...]
@@ -59,7 +59,7 @@ def log_probs_from_logits(
 
 
 def forward_arguments(model: torch.nn.Module, attention_mask: Tensor | None) -> dict[str, Any]:
-    """What a forward pass for scoring needs beside the ids. Given, not an exercise; notebook 05 explains it.
+    """What a forward pass for scoring needs beside the ids. Given, not an exercise; notebook 06 explains it.
 
     With an attention mask, positions are counted from the first real token, so that padding on the left changes
     nothing. A key-value cache has no use here and does not go with recomputing layers, so a transformers model is told
@@ -86,7 +86,7 @@ def get_response_log_probs(
 ) -> dict[str, Tensor]:
     """Score the labels with one forward pass. Every position is scored, prompt and padding too; the mask comes later.
 
-    Taught in notebook 05.
+    Taught in notebook 06.
 
     Args:
         model: a causal language model; a call with [B, T] ids returns an object with `.logits` [B, T, V].
@@ -104,7 +104,7 @@ def get_response_log_probs(
         ValueError: the temperature is not greater than 0.
     """
     algo = sys.modules[__package__] if algo is None else algo
-    ### BEGIN YOUR CODE: call the model with forward_arguments, then log_probs_from_logits (notebook 05)
+    ### BEGIN YOUR CODE: call the model with forward_arguments, then log_probs_from_logits (notebook 06)
     logits = model(input_ids, **forward_arguments(model, attention_mask)).logits  # [B, T, V]
     return algo.log_probs_from_logits(logits, labels, return_token_entropy, temperature)
     ### END YOUR CODE

@@ -39,7 +39,7 @@ def compute_policy_gradient_loss(
     computed from them: multiplying by the mask afterwards would turn an infinity into NaN. The loss there is finite,
     has no gradient and means nothing; `aggregate_loss_across_microbatch` leaves it out.
 
-    Taught in notebooks 05 and 12.
+    Taught in notebook 05.
 
     Args:
         raw_rewards_or_advantages: float [B] or [B, 1].
@@ -81,8 +81,8 @@ def compute_policy_gradient_loss(
     advantages = raw_rewards_or_advantages.to(new.dtype).reshape(-1, 1)  # [B, 1]
     mask = torch.ones_like(new, dtype=torch.bool) if response_mask is None else response_mask.bool()  # [B, T]
     old = None if old_log_probs is None else old_log_probs.detach().to(new.dtype)  # [B, T]
-    ### BEGIN YOUR CODE: write the five losses; replace masked positions before exp (notebooks 05 and 12)
-    raise NotImplementedError("write the five losses; replace masked positions before exp (notebooks 05 and 12)")
+    ### BEGIN YOUR CODE: write the five losses; replace masked positions before exp (notebook 05)
+    raise NotImplementedError("write the five losses; replace masked positions before exp (notebook 05)")
     ### END YOUR CODE
 
 
