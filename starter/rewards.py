@@ -1,6 +1,7 @@
-"""Responses in, rewards out, with the statistics that are logged for every reward the reward function names.
+"""Responses in, answers and rewards out, with the statistics that are logged for every named reward.
 
-This file does not know how an answer is graded: it is handed the reward function.
+This file finds an answer and counts rewards. It does not know when two answers are equal: it is handed the reward
+function.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,26 @@ from torch import Tensor
 
 
 def parse_answer(response: str) -> str | None:
-    """placeholder"""
+    """The answer in a response to an r1_zero prompt, by the rules of the strict format.
+
+    A response is well formed if `</think> <answer>`, with exactly one space, occurs once in it, `</answer>` occurs once
+    in it, and the closing tag comes after the opening one. The prompt ends with `<think>`, so the response need not
+    have it. The grader of this course, `a5lib.grading.r1_zero_reward_fn`, follows the same rules. Taught in notebook
+    03.
+
+    Args:
+        response: what the model wrote after the prompt.
+
+    Returns:
+        None for a response that is not well formed. Otherwise the text between the tags without white space at its
+        ends, which may be "". Where more than white space follows `</answer>`, the result is "" too: the format is
+        kept, but an answer that goes on after its end is no answer.
+
+    >>> parse_answer("2 plus 2.</think> <answer> 4 </answer>"), parse_answer("2 plus 2.</think><answer>4</answer>")
+    ('4', None)
+    >>> parse_answer("2 plus 2.</think> <answer>4</answer> or 5")
+    ''
+    """
     ### BEGIN YOUR CODE: find the one answer block, or return None (notebook 03)
     raise NotImplementedError("find the one answer block, or return None (notebook 03)")
     ### END YOUR CODE

@@ -1,7 +1,11 @@
-"""Rewards of a rollout batch and their statistics, with a small scripted grader."""
+"""Answers, rewards of a rollout batch and their statistics, with a small scripted grader and with that of a5lib."""
+
+import random
 
 import pytest
 import torch
+
+from a5lib.grading import answers_equal, r1_zero_reward_fn
 
 
 def grade(response, truth):
@@ -58,3 +62,44 @@ def test_reward_that_is_not_a_number(impl):
         impl.compute_rollout_rewards(
             lambda r, t: {"reward": 1.0, "format_reward": float(r)}, ["0", "nan", "1"], ["", "", ""]
         )
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("2 plus 2.</think> <answer>4</answer>", "4"),
+        ("t </think> <answer>\n 4 apples </answer>\n", "4 apples"),
+        ("t </think> <answer></answer>", ""),
+        ("<think> t </think> <answer>4</answer>", "4"),
+        ("<answer> t </think> <answer>4</answer>", "4"),
+        ("t </think> <answer>4 <answer>5</answer>", "4 <answer>5"),
+        ("t </think> <answer>4</answer> so 7", ""),
+        ("t </think><answer>4</answer>", None),
+        ("t </think>\n<answer>4</answer>", None),
+        ("t </think>  <answer>4</answer>", None),
+        ("t <answer>4</answer>", None),
+        ("t </think> <answer>4", None),
+        ("t </think> 4</answer>", None),
+        ("t </think> <answer>4</answer> <answer>5</answer>", None),
+        ("t </think> <answer>4</answer> t </think> <answer>5</answer>", None),
+        ("t </think> <answer>4 </think> <answer>5</answer>", None),
+        ("4</answer> t </think> <answer>5", None),
+        ("4</answer> t </think> <answer>5</answer>", None),
+        ("", None),
+    ],
+)
+def test_answer_block(impl, response, answer):
+    assert impl.parse_answer(response) == answer
+
+
+def test_the_parser_and_the_grader_agree_on_many_texts(impl):
+    pieces = ["</think> <answer>", "</answer>", "</think>", "<answer>", "<think>", " ", "\n", "4", "42", "1,080", "-", "$"]
+    pieces += ["\\boxed{4}", "four", "\u00a0", "\ud800"]
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(4000)]
+    texts += [f"t </think> <answer>{text}" for text in texts] + [f"t </think> <answer>{text}</answer>" for text in texts]
+    for text in texts:
+        graded, answer = r1_zero_reward_fn(text, "4"), impl.parse_answer(text)
+        assert (answer is not None) == graded["format_reward"], text
+        assert answers_equal(answer, "4") == graded["answer_reward"], text
+    assert {r1_zero_reward_fn(text, "4")["format_reward"] for text in texts} == {0.0, 1.0}
