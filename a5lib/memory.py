@@ -1,11 +1,216 @@
-"""Measured memory: the card's peak within a phase, and the process's resident set. It plans nothing yet."""
+"""Memory of an update, predicted and measured.
+
+The ledger predicts: from a model's shape and a batch's size alone it adds up the bytes on the card, by name. The
+recorder measures: the card's peak within a phase, and the process's resident set. Neither knows the algorithm. What the
+ledger leaves out: the driver's own memory (some hundreds of MiB), gaps between allocations, and the temporaries of the
+optimizer's step, which come when the activations are gone.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
 
 import psutil
 import torch
 
+from a5lib.config import OptimizerState
+from a5lib.errors import UserError
 from a5lib.records import MemoryPoint
+
+EngineName = Literal["resident", "layer_major"]
+
+# Bytes of optimizer state per bfloat16 parameter: two moments, and a master copy or a compensation where there is one.
+STATE_BYTES: Mapping[OptimizerState, int] = {"fp32": 12, "bf16": 4, "bf16_stochastic": 4, "bf16_kahan": 6}
+STATE_BYTES_OF_FLOAT32 = 8  # a float32 parameter always has two float32 moments
+
+# In the layer-major pass the optimizer's state visits the card in buckets: one coming, one in work, one going.
+BUCKET = 1 << 22  # parameters
+BUCKETS = 3
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of an OLMo-2 model, from which all bytes follow. Taught in notebook 09.
+
+    Args:
+        layers: decoder layers.
+        hidden: numbers that describe a token between layers.
+        intermediate: width inside a layer's feed-forward part.
+        heads: attention heads.
+        kv_heads: heads of keys and values; fewer than `heads` where several share one.
+        vocabulary: rows of the embedding.
+        tied: whether the head is the embedding's matrix.
+        head_size: numbers of one head.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    head_size: int
+
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: four attention matrices, three feed-forward matrices, and four norms."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = 2 * self.hidden * queries + 2 * self.hidden * keys
+        return attention + 3 * self.hidden * self.intermediate + queries + keys + 2 * self.hidden
+
+    def parts(self) -> list[int]:
+        """Parameters of each part that the layer-major pass visits: embedding, layers, and final norm with head."""
+        matrix = self.vocabulary * self.hidden
+        return [matrix, *[self.layer_parameters()] * self.layers, matrix + self.hidden]
+
+    def parameters(self) -> int:
+        """All parameters; a matrix that embedding and head share counts once.
+
+        >>> OLMO2_1B.parameters()
+        1484916736
+        """
+        return sum(self.parts()) - (self.vocabulary * self.hidden if self.tied else 0)
+
+    def activation_bytes_per_token(self, bytes_per_weight: int = 2) -> int:
+        """Bytes that one decoder layer keeps for its backward pass, for each token.
+
+        In the weights' type: the layer's input, the rotated queries and keys, the values, the attention's result, the
+        input of the feed-forward part, and four tensors inside that part. In float32: the input and the normalised
+        values of four norms, a scale for each norm, and a log-sum for each head.
+        """
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        stored = 2 * self.hidden + 2 * queries + 2 * keys + 4 * self.intermediate
+        float32 = 4 * self.hidden + 2 * queries + 2 * keys + 4 + self.heads
+        return bytes_per_weight * stored + 4 * float32
+
+    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
+        """Bytes of keys and values that a generation engine caches for each token.
+
+        >>> OLMO2_1B.kv_bytes_per_token()
+        131072
+        """
+        return 2 * self.layers * self.kv_heads * self.head_size * bytes_per_value
+
+
+TOY = ModelShape(layers=4, hidden=128, intermediate=384, heads=4, kv_heads=4, vocabulary=832, tied=False, head_size=32)
+"""The embedded toy model."""
+
+OLMO2_1B = ModelShape(
+    layers=16, hidden=2048, intermediate=8192, heads=16, kv_heads=16, vocabulary=100_352, tied=False, head_size=128
+)
+"""OLMo-2-0425-1B (OLMo et al. 2025, arXiv 2501.00656)."""
+
+
+def update_ledger(
+    shape: ModelShape,
+    *,
+    sequences: int,
+    length: int,
+    microbatch: int,
+    optimizer_state: OptimizerState = "bf16",
+    low_memory: bool = True,
+    head_block: int = 32,
+    engine: EngineName = "resident",
+    bytes_per_weight: int = 2,
+) -> dict[str, int]:
+    """Predicted bytes on the card during an update, by name; their sum predicts the peak. Taught in notebook 09.
+
+    - "resident": weights, gradients and optimizer state stay on the card. With `low_memory` a layer keeps only its
+      input and is recomputed in the backward pass, and the head is scored in blocks of positions; without it all layers
+      keep everything, and so does the head.
+    - "layer_major": weights and gradients of two neighbouring parts are on the card, one at work and one on its way;
+      the optimizer's state visits it in buckets. All layer inputs of all sequences stay, and so does the gradient that
+      travels down. Layers are always recomputed; `low_memory` concerns the head alone.
+
+    Args:
+        shape: the model.
+        sequences: sequences in one update.
+        length: tokens of each, prompt and padding included.
+        microbatch: sequences that go through a layer together; at most `sequences` matter.
+        optimizer_state: how AdamW keeps its state, as in `a5lib.optimizers`.
+        low_memory: recompute layers and score in blocks.
+        head_block: positions whose logits exist at one time, with `low_memory`.
+        engine: one of the two above.
+        bytes_per_weight: 2 for bfloat16, 4 for float32.
+
+    Returns:
+        "weights", "gradients", "optimizer state", "gradient before it is added", "layer inputs", "layer at work" and
+        "logits", in bytes, whole numbers.
+
+    Raises:
+        UserError: a size below 1, or a name that is not one of those above.
+
+    >>> ledger = update_ledger(TOY, sequences=8, length=64, microbatch=2, bytes_per_weight=4)
+    >>> ledger["weights"], ledger["layer inputs"]
+    (4268544, 327680)
+    """
+    _check_ledger_arguments(sequences, length, microbatch, head_block, bytes_per_weight, optimizer_state, engine)
+    state = STATE_BYTES_OF_FLOAT32 if bytes_per_weight == 4 else STATE_BYTES[optimizer_state]
+    parameters = shape.parameters()
+    tokens = min(microbatch, sequences) * length  # tokens that go through a layer together
+    hidden_state = shape.hidden * bytes_per_weight  # bytes of one token between two layers
+    on_card, state_on_card, kept = parameters, parameters, (shape.layers + 1) * tokens * hidden_state
+    layers_at_work = 1 if low_memory else shape.layers
+    if engine == "layer_major":
+        on_card = min(max(a + b for a, b in pairwise(shape.parts())), parameters)
+        state_on_card = min(BUCKETS * BUCKET, parameters)
+        kept = (shape.layers + 2) * sequences * length * hidden_state
+        layers_at_work = 1
+    elif not low_memory:
+        kept = tokens * hidden_state  # the last hidden state; the inputs are part of what each layer keeps
+    positions = min(head_block, tokens) if low_memory else tokens
+    # four float32 tensors (shifted logits, probabilities, their product's factor, a gradient), logits and gradient
+    logit = 4 * 4 + 2 * bytes_per_weight
+    return {
+        "weights": on_card * bytes_per_weight,
+        "gradients": on_card * bytes_per_weight,
+        "optimizer state": state_on_card * state,
+        "gradient before it is added": max(shape.vocabulary, shape.intermediate) * shape.hidden * bytes_per_weight,
+        "layer inputs": kept,
+        "layer at work": layers_at_work * tokens * shape.activation_bytes_per_token(bytes_per_weight),
+        "logits": positions * shape.vocabulary * logit,
+    }
+
+
+def host_ledger(
+    shape: ModelShape, *, optimizer_state: OptimizerState = "bf16", bytes_per_weight: int = 2
+) -> dict[str, int]:
+    """Predicted bytes that the layer-major pass keeps in the host's memory, by name. Taught in notebook 09.
+
+    >>> sum(host_ledger(OLMO2_1B).values()) // 1_484_916_736  # bytes a parameter
+    8
+    """
+    state = STATE_BYTES_OF_FLOAT32 if bytes_per_weight == 4 else STATE_BYTES[optimizer_state]
+    parameters = shape.parameters()
+    return {
+        "weights": parameters * bytes_per_weight,
+        "gradients": parameters * bytes_per_weight,
+        "optimizer state": parameters * state,
+    }
+
+
+def _check_ledger_arguments(
+    sequences: int,
+    length: int,
+    microbatch: int,
+    head_block: int,
+    bytes_per_weight: int,
+    optimizer_state: str,
+    engine: str,
+) -> None:
+    sizes = {"sequences": sequences, "length": length, "microbatch": microbatch, "head_block": head_block}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} is {size}; a ledger needs at least 1.")
+    if bytes_per_weight not in (2, 4):
+        raise UserError(f"bytes_per_weight is {bytes_per_weight}; give 2 for bfloat16 or 4 for float32.")
+    if optimizer_state not in STATE_BYTES:
+        raise UserError(f"Unknown optimizer_state {optimizer_state!r}; choose one of {', '.join(STATE_BYTES)}.")
+    if engine not in get_args(EngineName):
+        raise UserError(f"Unknown engine {engine!r}; choose one of {', '.join(get_args(EngineName))}.")
 
 
 class MemoryRecorder:
