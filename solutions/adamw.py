@@ -96,8 +96,8 @@ def adamw_update(
             raise ValueError(f"{name} is {tensor.dtype}; adamw_update takes float32, so widen it before the call.")
     if step < 1:
         raise ValueError(f"step is {step}; steps are counted from 1.")
-    beta1, beta2 = betas
     ### BEGIN YOUR CODE: decay, moments, bias correction, step, all in place (notebook 07)
+    beta1, beta2 = betas
     weight.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

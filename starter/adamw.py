@@ -96,7 +96,6 @@ def adamw_update(
             raise ValueError(f"{name} is {tensor.dtype}; adamw_update takes float32, so widen it before the call.")
     if step < 1:
         raise ValueError(f"step is {step}; steps are counted from 1.")
-    beta1, beta2 = betas
     ### BEGIN YOUR CODE: decay, moments, bias correction, step, all in place (notebook 07)
     raise NotImplementedError("decay, moments, bias correction, step, all in place (notebook 07)")
     ### END YOUR CODE
