@@ -93,11 +93,12 @@ def test_answer_block(impl, response, answer):
 
 
 def test_the_parser_and_the_grader_agree_on_many_texts(impl):
-    pieces = ["</think> <answer>", "</answer>", "</think>", "<answer>", "<think>", " ", "\n", "4", "42", "1,080", "-", "$"]
-    pieces += ["\\boxed{4}", "four", "\u00a0", "\ud800"]
+    pieces = ["</think> <answer>", "</answer>", "</think>", "<answer>", "<think>", " ", "\n", "4", "42", "1,080"]
+    pieces += ["-", "$", "\\boxed{4}", "four", "\u00a0", "\ud800"]
     rng = random.Random(0)
     texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(4000)]
-    texts += [f"t </think> <answer>{text}" for text in texts] + [f"t </think> <answer>{text}</answer>" for text in texts]
+    opened = [f"t </think> <answer>{text}" for text in texts]
+    texts += opened + [f"{text}</answer>" for text in opened]
     for text in texts:
         graded, answer = r1_zero_reward_fn(text, "4"), impl.parse_answer(text)
         assert (answer is not None) == graded["format_reward"], text
