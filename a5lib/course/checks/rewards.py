@@ -21,7 +21,8 @@ def expect_answer(
     got = algo.parse_answer(response)
     if got is not None and not isinstance(got, str):
         kind = f"parse_answer gives text or None, not {type(got).__name__}."
-        raise Mistake("parse_answer(response)", repr(response), show_value(right), type(got).__name__, kind)
+        came = show_value(got) if isinstance(got, int | float | list | tuple) else kind
+        raise Mistake("parse_answer(response)", repr(response), show_value(right), came, kind)
     expect("parse_answer(response)", got, right, given=repr(response), likely=likely, mistakes=mistakes)
 
 
@@ -115,7 +116,7 @@ def several_blocks(algo: Algo) -> None:
         {
             LAST_WINS: "4",
             "The last of several answers was taken; several are malformed.": "5",
-            "Everything from the first tag to the last was taken; several blocks are malformed.": "4</answer> <answer>5",
+            "Everything from the first tag to the last was taken; several are malformed.": "4</answer> <answer>5",
             "Only openings were counted. Count `</answer>` too: it must occur once.": "",
         },
     )
@@ -178,6 +179,16 @@ def grade(response: str, truth: str) -> dict[str, float]:
     return {"format_reward": 1.0, "reward": right, "length_reward": len(response) / 10}
 
 
+def statistics(algo: Algo, grades: list[dict[str, float]], *keys: str) -> dict[str, Any]:
+    """The metadata of responses that earn these grades; raises `Mistake` where a key is missing."""
+    numbers = [str(i) for i in range(len(grades))]
+    returned = algo.compute_rollout_rewards(lambda response, truth: grades[int(response)], numbers, numbers)
+    _, metadata = expect_pair("compute_rollout_rewards(...)", returned)
+    expect_keys("metadata", metadata, keys)
+    return metadata
+
+
+ONE_OF_FOUR = [{"format_reward": 1.0, "reward": value} for value in (1.0, 0.0, 0.0, 0.0)]
 GIVEN = 'rewards of two responses: {"format_reward": 1, "reward": 1, ...} and {"format_reward": 1, "reward": 0, ...}'
 FORMAT_PAID = 'The format was paid. Only the value named "reward" is paid.'
 
@@ -267,7 +278,7 @@ def logs_every_name(algo: Algo) -> None:
 @checks("compute_rollout_rewards")
 def means(algo: Algo) -> None:
     """The mean is over all responses, as a Python float."""
-    _, metadata = algo.compute_rollout_rewards(grade, ["4", "5", "4", "5"], ["4", "4", "5", "4"])
+    metadata = statistics(algo, ONE_OF_FOUR, "reward_mean", "reward_std", "format_reward_mean")
     expect(
         'metadata["reward_mean"]',
         metadata["reward_mean"],
@@ -297,7 +308,7 @@ def means(algo: Algo) -> None:
 @checks("compute_rollout_rewards")
 def standard_deviations(algo: Algo) -> None:
     """The standard deviation is that of the population: the mean of the squared deviations, and its root."""
-    _, metadata = algo.compute_rollout_rewards(grade, ["4", "5", "4", "5"], ["4", "4", "5", "4"])
+    metadata = statistics(algo, ONE_OF_FOUR, "reward_std")
     # mean 1/4, squared deviations 9/16 + 3 * 1/16 = 12/16; divided by 4: 3/16, its root .4330; divided by 3: root .5
     expect(
         'metadata["reward_std"]',
@@ -310,7 +321,7 @@ def standard_deviations(algo: Algo) -> None:
             "This is the variance; take its root.": 3 / 16,
         },
     )
-    _, metadata = algo.compute_rollout_rewards(grade, ["4"], ["4"])
+    metadata = statistics(algo, [{"reward": 1.0}], "reward_std")
     expect(
         'metadata["reward_std"]',
         metadata["reward_std"],
@@ -324,8 +335,8 @@ def standard_deviations(algo: Algo) -> None:
 @checks("compute_rollout_rewards")
 def histograms(algo: Algo) -> None:
     """The histogram counts ten equal bins from 0 to 1, and 1 belongs to the last."""
-    values = iter([0.0, 0.05, 0.38, 0.97, 1.0])
-    _, metadata = algo.compute_rollout_rewards(lambda r, t: {"reward": next(values)}, ["x"] * 5, ["y"] * 5)
+    grades = [{"reward": value} for value in (0.0, 0.05, 0.38, 0.97, 1.0)]
+    metadata = statistics(algo, grades, "reward_histogram")
     counts = [2, 0, 0, 1, 0, 0, 0, 0, 0, 2]
     expect(
         'metadata["reward_histogram"]',
@@ -343,11 +354,11 @@ def histograms(algo: Algo) -> None:
             "The log is JSON, which knows no tensors: give a list of ints.": torch.tensor(counts, dtype=torch.float32),
         },
     )
-    outside = iter([-0.5, -0.05, 0.5, 1.02, 3.0])
-    _, metadata = algo.compute_rollout_rewards(lambda r, t: {"reward": next(outside)}, ["x"] * 5, ["y"] * 5)
+    grades = [{"reward": value} for value in (-0.5, -0.05, 0.5, 1.02, 3.0)]
+    metadata = statistics(algo, grades, "reward_histogram")
     inside = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
     expect(
-        "metadata[\"reward_histogram\"]",
+        'metadata["reward_histogram"]',
         metadata["reward_histogram"],
         inside,
         given="rewards -0.5, -0.05, 0.5, 1.02, 3",
@@ -368,11 +379,9 @@ def histograms(algo: Algo) -> None:
 def refuses_what_is_not_finite(algo: Algo) -> None:
     """A reward that is not finite is an error that names the reward and the response."""
     for bad in (math.nan, math.inf):
-        values = iter([1.0, bad])
+        grades = [{"reward": 0.5, "style_reward": 1.0}, {"reward": 0.5, "style_reward": bad}]
         expect_error(
-            lambda values=values: algo.compute_rollout_rewards(
-                lambda r, t: {"reward": 0.5, "style_reward": next(values)}, ["x", "x"], ["y", "y"]
-            ),
+            lambda grades=grades: statistics(algo, grades),
             ValueError,
             given=f"style rewards 1 and {bad}",
             likely="A reward that is not finite was let through: it would spoil every mean, and the weights.",
