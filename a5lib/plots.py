@@ -8,6 +8,7 @@ every run also has its own marker and every quantity its own line style, so that
 from __future__ import annotations
 
 import dataclasses
+import io
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import matplotlib
 import matplotlib.style
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -44,6 +46,20 @@ MEMORY = {"memory_generate": "generate", "memory_score": "score", "memory_update
 FONT_SIZES: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 8}
 
 
+class Picture(Figure):
+    """A Figure that a notebook shows as a picture by itself, without pyplot: `display(figure)`, or the cell's last
+    line."""
+
+    def png(self) -> bytes:
+        """The picture as the bytes of a PNG file."""
+        file = io.BytesIO()
+        FigureCanvasAgg(self).print_png(file)
+        return file.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+
 @dataclass(frozen=True)
 class Run:
     """The records of a run and how it is drawn. Of several lines with one step the last counts."""
@@ -66,7 +82,7 @@ class Run:
                 label=self.label)  # fmt: skip
 
 
-def plot_runs(run_dirs: Sequence[Path]) -> Figure:
+def plot_runs(run_dirs: Sequence[Path]) -> Picture:
     """Draw the curves of the runs side by side, one colour and marker each. Taught in notebook 11.
 
     Panels: reward and format on the training batches; validation accuracy with its 95 % interval; response length;
@@ -84,7 +100,7 @@ def plot_runs(run_dirs: Sequence[Path]) -> Figure:
         draw_rewards, draw_validation, draw_length, draw_shares, draw_entropy, draw_kl, draw_seconds, draw_memory,
     )  # fmt: skip
     with matplotlib.rc_context(FONT_SIZES):
-        figure = Figure(figsize=(9, 12), layout="constrained")
+        figure = Picture(figsize=(9, 12), layout="constrained")
         axes = figure.subplots(4, 2)
         for ax, draw in zip(axes.flat, panels, strict=True):
             draw(ax, runs)
@@ -265,16 +281,21 @@ def draw_memory(ax: Axes, runs: list[Run]) -> None:
         ax.legend(ncols=3, loc="upper center")
 
 
-def _finish(ax: Axes, title: str, ylabel: str, styles: dict[str, LineStyle] | None = None) -> None:
-    """Title, labelled axes, a light grid, and a legend that says which line style is which quantity."""
+def label(ax: Axes, title: str, xlabel: str, ylabel: str) -> None:
+    """Title, labelled axes and a light grid."""
     ax.set_title(title)
-    ax.set_xlabel("rollout batch")
+    ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(alpha=0.3, linewidth=0.6)
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
+
+
+def _finish(ax: Axes, title: str, ylabel: str, styles: dict[str, LineStyle] | None = None) -> None:
+    """As `label`, over rollout batches, with a legend that says which line style is which quantity."""
+    label(ax, title, "rollout batch", ylabel)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not ax.has_data():
         ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", va="center", color="0.4")
     elif styles:

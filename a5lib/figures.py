@@ -1,0 +1,360 @@
+"""The static figures of the notebooks: numbers in, a figure or a text out. The widgets put sliders on the same
+functions.
+
+What the exercises compute is drawn through `algo`, so a student's own code is what is seen. This file does not know
+where the numbers come from, and does not measure anything. The look is that of `a5lib.plots`.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import torch
+from torch import Tensor
+
+from a5lib.errors import UserError
+from a5lib.optimizers import stochastic_round
+from a5lib.plots import COLORS, DASHED, DOTTED, FONT_SIZES, SOLID, Picture, label
+from a5lib.rollout_views import rollout_html, rollout_text
+
+__all__ = [
+    "advantage_figure", "clip_figure", "cycle_figure", "ledger_figure", "precision_figure", "rollout_html",
+    "rollout_text",
+]  # fmt: skip
+
+HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--", "||", "**")
+GREY = "0.35"
+
+NORMALIZERS = {  # title -> baseline and normaliser
+    "(r - mean) / std\ngrpo": ("mean", "std"),
+    "r - mean\ndr_grpo": ("mean", "none"),
+    "(r - mean) / mean\nmaxrl": ("mean", "mean"),
+    "r\nrft": ("none", "none"),
+}
+OLD_PROBABILITY = 0.25  # of the token in clip_figure, under the policy that sampled it
+HIGHEST_RATIO = 1 / OLD_PROBABILITY  # at which the token's probability is 1
+CLIP_LOOKS = {"noclip": ("o", DOTTED), "grpo": ("s", SOLID), "cispo": ("D", DASHED)}
+
+
+def advantage_figure(algo: Any, rewards: Sequence[float] | Tensor) -> Picture:
+    """The advantages of one group's rewards under each baseline and normaliser, one panel each. Taught in notebook 04.
+
+    Args:
+        algo: has `compute_group_normalized_rewards`.
+        rewards: of the G responses to one prompt.
+
+    Raises:
+        UserError: no rewards, one that is not a finite number, or advantages that are not G numbers.
+    """
+    values = [_number("a reward", r) for r in (rewards.tolist() if isinstance(rewards, Tensor) else rewards)]
+    if not 1 <= len(values) <= 32:
+        raise UserError(f"advantage_figure got {len(values)} rewards; give the rewards of one group, 1 to 32 numbers.")
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Picture(figsize=(9, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(NORMALIZERS), sharey=True)
+        for i, (ax, (title, (baseline, normalizer))) in enumerate(zip(panels, NORMALIZERS.items(), strict=True)):
+            label(ax, title, "response and its reward", "advantage" if i == 0 else "")
+            ax.axhline(0, color=GREY, linewidth=0.8)
+            ax.set_xticks(range(len(values)), [f"{r:g}" for r in values])
+            ax.set_xlim(-0.7, len(values) - 0.3)
+            try:
+                advantages = _advantages(algo, values, baseline, normalizer)
+            except ValueError as error:  # a group of one
+                ax.text(0.5, 0.5, _wrapped(str(error)), transform=ax.transAxes, ha="center", va="center", fontsize=8)
+                continue
+            bars = ax.bar(range(len(values)), advantages, 0.7, color=COLORS[i], hatch=HATCHES[i], edgecolor="white")
+            if len(values) <= 10:
+                texts = [f"{a:.2f}".removesuffix(".00") for a in advantages]
+                ax.bar_label(bars, texts, padding=2, fontsize=8, rotation=90 if len(values) > 5 else 0)
+        low, high = panels[0].get_ylim()
+        panels[0].set_ylim(min(1.35 * low, -0.5), max(1.2 * high, 1.0))  # room for the numbers at the bars
+    return figure
+
+
+def _advantages(algo: Any, rewards: list[float], baseline: str, normalizer: str) -> list[float]:
+    result = algo.compute_group_normalized_rewards(
+        torch.tensor(rewards), len(rewards), baseline=baseline, advantage_normalizer=normalizer
+    )
+    advantages = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(advantages, Tensor) or advantages.numel() != len(rewards):
+        raise _wrong("compute_group_normalized_rewards", advantages, f"{len(rewards)} advantages", "advantages")
+    return [float(a) for a in advantages.detach().reshape(-1)]
+
+
+def clip_figure(algo: Any, ratio: float = 1.1, advantage: float = 1.0, cliprange: float = 0.2) -> Picture:
+    """Loss of one token and its gradient with respect to the log-probability, against the ratio new / old.
+
+    The token had the probability `OLD_PROBABILITY` when it was sampled. The gradient is what autograd makes of the
+    loss. "noclip", "grpo" and "cispo" are drawn; the marks are at the chosen ratio. Taught in notebook 05.
+
+    Args:
+        algo: has `compute_policy_gradient_loss`.
+        ratio: the chosen ratio, above 0 and at most `HIGHEST_RATIO`.
+        advantage: of the token's response.
+        cliprange: eps, from 0 to 1.
+
+    Raises:
+        UserError: a number is out of its range, or the loss has another shape or no gradient.
+    """
+    ratio, advantage = _number("ratio", ratio), _number("advantage", advantage)
+    if not 0 < ratio <= HIGHEST_RATIO:
+        raise UserError(f"ratio is {ratio:g}; choose one above 0 and at most {HIGHEST_RATIO:g}.")
+    if not 0 <= _number("cliprange", cliprange) < 1:
+        raise UserError(f"cliprange is {cliprange:g}; choose one from 0 to below 1.")
+    grid = torch.linspace(0.02, max(2.0, min(1.1 * ratio, HIGHEST_RATIO)), 397).tolist()
+    ratios = torch.tensor([*grid, ratio])
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Picture(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        label(left, "Loss of the token", "ratio: new / old probability", "loss")
+        label(right, "Its gradient", "ratio: new / old probability", "d loss / d log-probability")
+        for ax in (left, right):
+            ax.axvspan(1 - cliprange, 1 + cliprange, color="0.93", zorder=0)
+            ax.axvline(ratio, color=GREY, linewidth=0.8)
+            ax.axhline(0, color=GREY, linewidth=0.8)
+        for i, (method, (marker, style)) in enumerate(CLIP_LOOKS.items()):
+            losses, gradients = token_losses(algo, method, ratios, advantage, cliprange)
+            name = f"{method}: loss {losses[-1]:.3f}, gradient {gradients[-1]:.3f}"
+            for ax, ys, text in ((left, losses, name), (right, gradients, None)):
+                width = 4.0 - 1.2 * i  # where lines coincide, the wide ones show at the sides of the narrow ones
+                ax.plot(grid, ys[:-1], style, color=COLORS[i], linewidth=width, label=text)
+                ax.plot([ratio], [ys[-1]], marker, color=COLORS[i], markersize=11 - 2.5 * i, markeredgecolor="black")
+        for handle, line in zip(
+            figure.legend(loc="outside lower center", ncols=3, handlelength=3.5).get_lines(), CLIP_LOOKS, strict=True
+        ):
+            handle.set_marker(CLIP_LOOKS[line][0])
+        figure.suptitle(
+            f"ratio {ratio:.2f}, advantage {advantage:g}, clip range {cliprange:g} (grey band: {1 - cliprange:.3g} to "
+            f"{1 + cliprange:.3g}), old probability {OLD_PROBABILITY:g}",
+            fontsize=10,
+        )
+    return figure
+
+
+def token_losses(
+    algo: Any, method: str, ratios: Tensor, advantage: float, cliprange: float
+) -> tuple[list[float], list[float]]:
+    """Loss and gradient of a token at each ratio, float [N], through `algo.compute_policy_gradient_loss`."""
+    old = torch.full_like(ratios, math.log(OLD_PROBABILITY))[None]  # [1, N]
+    new = (old + ratios.log()).requires_grad_()
+    result = algo.compute_policy_gradient_loss(
+        torch.tensor([advantage]), new, method, old, cliprange, torch.ones_like(old, dtype=torch.bool)
+    )
+    loss = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(loss, Tensor) or loss.shape != new.shape:
+        raise _wrong("compute_policy_gradient_loss", loss, f"a loss of shape {list(new.shape)}", "losses")
+    if not loss.requires_grad:
+        raise UserError(f'The loss of {method!r} has no gradient; is policy_log_probs detached? Run check("losses").')
+    (gradient,) = torch.autograd.grad(loss.sum(), new, allow_unused=True)
+    return loss.detach()[0].tolist(), [0.0] * len(ratios) if gradient is None else gradient[0].tolist()
+
+
+def precision_figure(weight: float = 1.0, update: float = 1e-3, steps: int = 200) -> Picture:
+    """What is stored of a weight after each of many equal updates, in four ways, against the exact line.
+
+    Left the stored weight, right its distance from the exact one in units of the update. The four ways are those of
+    `a5lib.optimizers.AdamW`. Taught in notebook 07.
+
+    Args:
+        weight: at the start; it is rounded to bfloat16 first.
+        update: added at each step.
+        steps: 1 to 5000.
+
+    Raises:
+        UserError: a number that is not finite, or steps out of range.
+    """
+    update = _number("update", update)
+    if not 1 <= _number("steps", steps) <= 5000:
+        raise UserError(f"steps is {steps:g}; choose 1 to 5000.")
+    start = torch.tensor(_number("weight", weight)).bfloat16()
+    xs = list(range(int(steps) + 1))
+    exact = [start.item() + update * x for x in xs]
+    towards = torch.tensor(math.copysign(math.inf, update)).bfloat16()
+    gap = abs((torch.nextafter(start, towards) - start).item())
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Picture(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        label(left, "What is stored", "step", "weight")
+        label(right, "Distance from the exact weight", "step", "stored - exact, in updates")
+        left.plot(xs, exact, color="black", linewidth=1, label=f"exact: {exact[-1]:.6g}")
+        looks = (("v", SOLID, 2.2), ("o", DOTTED, 1.2), ("s", DASHED, 1.2), ("D", SOLID, 1.2))
+        for i, (name, stored) in enumerate(stored_weights(start, update, int(steps)).items()):
+            marker, style, width = looks[i]
+            off = [(s - e) / update if update else 0.0 for s, e in zip(stored, exact, strict=True)]
+            for ax, ys, text in ((left, stored, f"{name}: {stored[-1]:.6g}"), (right, off, None)):
+                ax.plot(xs, ys, style, color=COLORS[i], marker=marker, markersize=5, linewidth=width, label=text,
+                        markevery=(i * len(xs) // 32, max(1, len(xs) // 8)))  # fmt: skip
+        right.axhline(0, color="black", linewidth=1)
+        left.ticklabel_format(axis="y", useOffset=False)
+        figure.legend(loc="outside lower center", ncols=3, title=f"After {int(steps)} steps")
+        figure.suptitle(
+            f"weight {start.item():g}, update {update:g}; the next bfloat16 number is {gap:.3g} away", fontsize=10
+        )
+    return figure
+
+
+def stored_weights(start: Tensor, update: float, steps: int) -> dict[str, list[float]]:
+    """The weight as stored before the first and after each step, by the way of storing it.
+
+    Args:
+        start: bfloat16 [].
+        update: added at each step, in float32.
+        steps: how many.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stored = {name: [start.item()] for name in ("bf16", "bf16, stochastic", "bf16, Kahan", "fp32 master copy")}
+    nearest, stochastic, kahan, left_out = start, start, start, torch.zeros_like(start)
+    master = start.float()
+    for _ in range(steps):
+        nearest = (nearest.float() + update).bfloat16()
+        stochastic = stochastic_round(stochastic.float() + update, generator)
+        wanted = kahan.float() + left_out.float() + update
+        kahan = wanted.bfloat16()
+        left_out = (wanted - kahan.float()).bfloat16()
+        master = master + update
+        for values, value in zip(stored.values(), (nearest, stochastic, kahan, master), strict=True):
+            values.append(value.item())
+    return stored
+
+
+def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Picture:
+    """Bytes by name as a stack that is drawn apart, one row each, and the whole stack in the last row.
+
+    Args:
+        ledger: bytes by name, as `a5lib.memory.update_ledger` gives them.
+        budget: of the card, in bytes; drawn as a line.
+
+    Raises:
+        UserError: an empty ledger, or bytes that are not a number of at least 0.
+    """
+    _check_bytes(ledger)
+    total = sum(ledger.values())
+    if budget is not None:
+        _check_bytes({"budget": budget})
+    unit, name = _unit(max(total, budget or 0))
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Picture(figsize=(9, 1.3 + 0.33 * (len(ledger) + 1)), layout="constrained")
+        ax = figure.subplots()
+        verdict = "" if budget is None else f"; it {'fits' if total <= budget else 'does not fit'} into {_size(budget)}"
+        label(ax, f"Predicted: {_size(total)} on the card{verdict}", name, "")
+        reach = 1.16 * max(total, budget or 0, 1) / unit
+        base = 0.0
+        for i, size in enumerate(ledger.values()):
+            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)],
+                                    "edgecolor": "white", "linewidth": 0}  # fmt: skip
+            width = size / unit
+            ax.barh([i, len(ledger)], width, 0.72, base, **look)
+            share = f"{_size(size)} ({size / max(total, 1):.0%})"
+            outside = base + width + 0.17 * reach > reach  # then the text stands before the bar
+            ax.text(base if outside else base + width, i, f" {share} ", va="center", ha="right" if outside else "left",
+                    fontsize=8)  # fmt: skip
+            base += width
+        ax.text(base, len(ledger), f" {_size(total)}", va="center", ha="left", fontsize=8, weight="bold")
+        ax.set_yticks(range(len(ledger) + 1), [*ledger, "all together"])
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+        ax.set_xlim(0, reach)
+        if budget is not None:
+            ax.axvline(budget / unit, color="black", linestyle=DASHED, linewidth=1.4)
+            ax.annotate("budget", (budget / unit, 0), (3, 2), xycoords=("data", "axes fraction"),
+                        textcoords="offset points", fontsize=8)  # fmt: skip
+    return figure
+
+
+def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = None) -> Picture:
+    """Bytes on the card through the phases of one cycle: the trainer's, and the engine's on top. Taught in notebook 10.
+
+    Args:
+        phases: name, bytes of the trainer, bytes of the engine that generates.
+        budget: of the card, in bytes; drawn as a line.
+
+    Raises:
+        UserError: no phases, or bytes that are not a number of at least 0.
+    """
+    trainer = [size for _, size, _ in phases]
+    engine = [size for _, _, size in phases]
+    _check_bytes({f"{who} in phase {i}": size for who, sizes in (("trainer", trainer), ("engine", engine))
+                  for i, size in enumerate(sizes, start=1)})  # fmt: skip
+    totals = [t + e for t, e in zip(trainer, engine, strict=True)]
+    unit, unit_name = _unit(max(*totals, budget or 0))
+    with matplotlib.rc_context(FONT_SIZES):
+        figure = Picture(figsize=(9, 3.6), layout="constrained")
+        ax = figure.subplots()
+        label(ax, "One cycle on one card", "phase", f"on the card ({unit_name})")
+        edges = range(len(phases) + 1)
+        rows: tuple[tuple[str, list[int], list[int], int], ...] = (
+            ("trainer", [0] * len(phases), trainer, 0), ("engine", trainer, totals, 1),
+        )  # fmt: skip
+        for who, low, high, i in rows:
+            ax.stairs(
+                [h / unit for h in high], edges, baseline=[x / unit for x in low], fill=True, label=who,
+                facecolor=COLORS[i], edgecolor="white", hatch=(HATCHES[1], HATCHES[2])[i], linewidth=0,
+            )  # fmt: skip
+        ax.stairs([t / unit for t in totals], edges, color="black", linewidth=1.2)
+        for i, total in enumerate(totals):
+            ax.annotate(_size(total), (i + 0.5, total / unit), (0, 3), textcoords="offset points", ha="center",
+                        fontsize=8)  # fmt: skip
+            ax.axvline(i + 1, color="0.8", linewidth=0.6, zorder=0)
+        if budget is not None:
+            ax.axhline(budget / unit, color="black", linestyle=DASHED, label=f"budget {_size(budget)}")
+        ax.set_xticks([i + 0.5 for i in range(len(phases))], [_wrapped(name, 14) for name, *_ in phases])
+        ax.set_xlim(0, len(phases))
+        ax.set_ylim(0, 1.15 * max(*totals, budget or 0, 1) / unit)
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+# --- numbers and words
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} is {value!r}; give a number.") from None
+    if not math.isfinite(number):
+        raise UserError(f"{name} is {number}; give a finite number.")
+    return number
+
+
+def _check_bytes(sizes: Mapping[str, int]) -> None:
+    if not sizes:
+        raise UserError("There is nothing to draw; give at least one name with its bytes.")
+    for name, size in sizes.items():
+        if _number(f"the size of {name!r}", size) < 0:
+            raise UserError(f"the size of {name!r} is {size}; give bytes of at least 0.")
+
+
+def _wrong(function: str, got: Any, expected: str, exercise: str) -> UserError:
+    what = f"a tensor of shape {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+    return UserError(f'{function} gave {what}, not {expected}; run check("{exercise}").')
+
+
+def _unit(size: float) -> tuple[int, str]:
+    """The unit in which the size is at least 1, for an axis.
+
+    >>> _unit(3 * 2**30), _unit(5_000)
+    ((1073741824, 'GiB'), (1024, 'KiB'))
+    """
+    names = ("bytes", "KiB", "MiB", "GiB")
+    power = max(i for i in range(len(names)) if i == 0 or size >= 1024**i)
+    return 1024**power, names[power]
+
+
+def _size(size: float) -> str:
+    """A number of bytes as a person reads it, with three digits.
+
+    >>> _size(3 * 2**30), _size(12.34 * 2**20), _size(0)
+    ('3.00 GiB', '12.3 MiB', '0 bytes')
+    """
+    unit, name = _unit(size)
+    value = size / unit
+    return f"{value:.{0 if unit == 1 or value >= 100 else 1 if value >= 10 else 2}f} {name}"
+
+
+def _wrapped(text: str, width: int = 24) -> str:
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False))
