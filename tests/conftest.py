@@ -1,6 +1,7 @@
-"""Whose code is tested, and a tiny real model.
+"""Whose code is tested, what is skipped, and a tiny real model.
 
-`A5_IMPL=starter` tests the student's code and skips what is not written yet; without it the reference is tested.
+`A5_IMPL=starter` tests the student's code and skips what is not written yet; without it the reference is tested. On a
+branch without `solutions/` the student's code is tested by default, and what needs the reference is skipped.
 """
 
 import os
@@ -10,10 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that wait
 import pytest
 
 from a5lib.course import load_algo
+from a5lib.course.exercises import MissingPackage, has_reference, stub_called
 from tests.fakes import WordTokenizer
 from tests.helpers import tiny_olmo2
 
-IMPL = os.environ.get("A5_IMPL", "solutions")
+IMPL = os.environ.get("A5_IMPL") or ("solutions" if has_reference() else "starter")
+NO_REFERENCE = "needs solutions/, which is not in this version of the course"
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +26,37 @@ def impl():
     return load_algo(IMPL)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "reference: the test needs solutions/ and is skipped where that is absent")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("reference") and not has_reference():
+            item.add_marker(pytest.mark.skip(reason=NO_REFERENCE))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    return (yield from skipping_what_is_not_here())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
+    return (yield from skipping_what_is_not_here())
+
+
+def skipping_what_is_not_here():
     try:
         return (yield)
     except NotImplementedError as error:
-        if IMPL != "starter":
+        if IMPL != "starter" or not stub_called(error):
             raise
         pytest.skip(f"not written yet: {error}")
+    except MissingPackage:
+        if has_reference():
+            raise
+        pytest.skip(NO_REFERENCE)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from a5lib.course.exercises import EXERCISES, Algo, algo_to_check, exercise_of, package_folder
+from a5lib.course.exercises import (
+    EXERCISES,
+    Algo,
+    algo_to_check,
+    exercise_of,
+    package_folder,
+    stub_called,
+    what_to_write,
+)
 
 Status = Literal["passed", "failed", "unwritten"]
 
@@ -96,9 +105,9 @@ def expect_error(
     """Call a function that must refuse its input by raising `kind`, with `words` in the message."""
     try:
         got = function()
-    except NotImplementedError:
-        raise
     except kind as error:
+        if stub_called(error):
+            raise
         if words in str(error):
             return
         raise Mistake("the message", given, f"a {kind.__name__} that says {words!r}", str(error), likely) from None
@@ -190,7 +199,7 @@ def run_checks(exercise: str, algo: Algo | None = None) -> list[Result]:
     results = []
     for check in _CHECKS[exercise]:
         if functions.whose[check.function] == "unwritten":
-            results.append(Result(check, "unwritten", _stub_message(functions, check.function)))
+            results.append(Result(check, "unwritten", what_to_write(getattr(functions, check.function))))
         else:
             results.append(_run(check, functions))
     return results
@@ -203,9 +212,9 @@ def _run(check: Check, functions: Algo) -> Result:
             check.run(functions)
     except Mistake as mistake:
         return Result(check, "failed", describe(mistake))
-    except NotImplementedError as error:  # another function that this one calls
-        return Result(check, "unwritten", f"It calls a function that is not written: {error}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if name := stub_called(error):
+            return Result(check, "unwritten", f"It calls {name}, which is not written yet.")
         return Result(check, "failed", _place(error, check))
     return Result(check, "passed")
 
@@ -213,27 +222,30 @@ def _run(check: Check, functions: Algo) -> Result:
 def describe(mistake: Mistake) -> str:
     """A mistake in four lines."""
     lines = {"Given": mistake.given, "Expected": f"{mistake.what} = {mistake.expected}",
-             "Got": f"{mistake.what} = {mistake.got}", "Likely": mistake.likely}  # fmt: skip
+             "Got": f"{mistake.what} = {_short(mistake.got)}", "Likely": mistake.likely}  # fmt: skip
     return "\n".join(f"{name + ':':<10}{text}" for name, text in lines.items())
 
 
-def _place(error: Exception, check: Check) -> str:
-    """An exception of the student's code in one or two lines: kind, words, file and line, never a traceback."""
+def _short(text: str, longest: int = 400) -> str:
+    """A value of the student's on one line; a big one would hide the words around it."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text)} characters)"
+
+
+def _place(error: BaseException, check: Check) -> str:
+    """An exception of the student's code in two lines: kind, words, file and line, never a traceback."""
     folder = package_folder("starter")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == folder]
-    where = f" in line {frames[-1].lineno} of starter/{Path(frames[-1].filename).name}: `{frames[-1].line}`" if frames \
-        else ""  # fmt: skip
-    words = " ".join(str(error).split()) or "no message"
+    words = _short(str(error)) or "no message"
     if frames:
-        return f"{check.function} raised {type(error).__name__}{where}\n{'Words:':<10}{words}"
+        where = f"line {frames[-1].lineno} of starter/{Path(frames[-1].filename).name}: `{frames[-1].line}`"
+        return f"{check.function} raised {type(error).__name__} in {where}\n{'Words:':<10}{words}"
+    if isinstance(error, TypeError) and re.search(rf"\b{check.function}\(\) ", words):
+        return (
+            f"{check.function} cannot be called as the course calls it ({words}).\n"
+            f"{'Likely:':<10}Its first line was changed; `a5 course diff {exercise_of(check.function)}` shows that."
+        )
     return (
         f"{check.function} returned something that the check could not use ({type(error).__name__}: {words}).\n"
         f"{'Likely:':<10}Compare what you return with the section `Returns` of its docstring."
     )
-
-
-def _stub_message(functions: Algo, name: str) -> str:
-    function = getattr(functions, name)
-    constants = getattr(function, "func", function).__code__.co_consts
-    messages = [c for c in constants if isinstance(c, str) and "(notebook" in c]
-    return messages[-1] if messages else "write the marked region"

@@ -10,9 +10,11 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +45,7 @@ EXERCISES: dict[str, tuple[str, ...]] = {
     "estimator": ("estimate_advantages",),
 }
 NAMES = tuple(name for names in EXERCISES.values() for name in names)
+PACKAGE_OF = {"yours": "starter", "reference": "solutions"}
 
 
 @dataclass(frozen=True, repr=False)  # a bound function holds its Algo, so the repr would not end
@@ -76,8 +79,9 @@ class Algo:
     def __post_init__(self) -> None:
         for name in self.whose:
             function = getattr(self, name)
-            if "algo" in inspect.signature(function).parameters:
-                object.__setattr__(self, name, functools.partial(function, algo=self))
+            with suppress(ValueError, TypeError):  # a callable of the student's that has no signature takes no algo
+                if "algo" in inspect.signature(function).parameters:
+                    object.__setattr__(self, name, functools.partial(function, algo=self))
 
     def summary(self) -> str:
         """How many of the exercises are the student's, as "7 of 19 yours"."""
@@ -95,9 +99,6 @@ def load_algo(impl: Impl | None = None) -> Algo:
 
     Raises:
         UserError: an unknown implementation, a folder that is missing, or a file of the student's that does not import.
-
-    >>> load_algo("solutions").summary()
-    '0 of 19 yours'
     """
     chosen = impl or chosen_impl()
     if chosen == "solutions":
@@ -106,6 +107,39 @@ def load_algo(impl: Impl | None = None) -> Algo:
     if chosen == "starter" or not has_reference():
         return _assemble(lambda file, name: "yours")
     return _assemble(lambda file, name: "yours" if is_written(_exercise(mine, file, name)) else "reference")
+
+
+def require_for_training(functions: Algo, low_memory: bool = False) -> None:
+    """Raise `UserError`, before any work, if a run would call a function that is not written."""
+    scoring = ("log_probs_in_blocks", "get_response_log_probs_in_blocks") if low_memory else ("get_response_log_probs",)
+    needed = {*EXERCISES["advantages"], *EXERCISES["losses"], "pad_and_mask", "compute_rollout_rewards",
+              "log_probs_from_logits", *scoring, "accumulate_gradients"}  # fmt: skip
+    for name in NAMES:
+        if name in needed and functions.whose[name] == "unwritten":
+            otherwise = ", or set A5_IMPL=auto to run the reference in its place" if has_reference() else ""
+            raise UserError(f"{unwritten_words(name)}, then run this again{otherwise}.")
+
+
+def unwritten_words(name: str) -> str:
+    """That a function is not written, where it is written, and the notebook that teaches it; no full stop yet."""
+    exercise = exercise_of(name)
+    return f"{name} is not written yet; write it in starter/{exercise}.py (notebook {notebook_of(exercise)} teaches it)"
+
+
+def starter_text(exercise: str) -> str:
+    """The student's file as it is saved."""
+    try:
+        return (package_folder("starter") / f"{exercise}.py").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"starter/{exercise}.py cannot be read ({error}); `a5 course reset {exercise}` writes a fresh stub."
+        ) from error
+
+
+def notebook_of(exercise: str) -> str:
+    """The notebook that teaches an exercise, "02" for masks, from the marker in the student's file."""
+    found = re.search(r"\(notebook (\d+)\)", starter_text(exercise))
+    return found[1] if found else "?"
 
 
 def algo_to_check(exercise: str) -> Algo:
@@ -120,14 +154,12 @@ def algo_to_check(exercise: str) -> Algo:
 
 def _assemble(choose: Callable[[str, str], Whose]) -> Algo:
     functions: dict[str, Callable[..., Any]] = {}
-    whose: dict[str, Whose] = {}
-    for file, names in EXERCISES.items():
-        for name in names:
-            whose[name] = choose(file, name)
-            package = load_package("solutions" if whose[name] == "reference" else "starter")
-            functions[name] = _exercise(package, file, name)
-            if whose[name] == "yours" and not is_written(functions[name]):
-                whose[name] = "unwritten"
+    whose: dict[str, Whose] = {name: choose(file, name) for file, names in EXERCISES.items() for name in names}
+    packages = {of: load_package(PACKAGE_OF[of]) for of in dict.fromkeys(whose.values())}
+    for name, of in whose.items():
+        functions[name] = _exercise(packages[of], exercise_of(name), name)
+        if of == "yours" and not is_written(functions[name]):
+            whose[name] = "unwritten"
     return Algo(whose=whose, **functions)
 
 
@@ -138,19 +170,26 @@ class LiveAlgo:
     """
 
     def now(self) -> Algo:
-        """The functions as they are saved now. A training run takes these, so that edits do not change it midway."""
-        return load_algo("solutions" if chosen_impl() == "solutions" else "auto")
+        """The functions as they are saved now. A training run takes these, so that edits do not change it midway.
+
+        Without `solutions/`, one that is not written says so calmly when it is called, also by another exercise.
+        """
+        functions = load_algo("solutions" if chosen_impl() == "solutions" else "auto")
+        for name, of in functions.whose.items():
+            if of == "unwritten":
+                object.__setattr__(functions, name, functools.partial(_say_unwritten, name))
+        return functions
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        now = self.now()
-        if now.whose.get(name) == "unwritten":
-            raise UserError(
-                f"{name} is not written yet, and there is no solutions/ here to run instead; write it in "
-                f"starter/{exercise_of(name)}.py, then run this cell again."
-            )
-        return getattr(now, name)
+        return getattr(self.now(), name)
+
+
+def _say_unwritten(name: str, *args: Any, **kwargs: Any) -> None:
+    raise UserError(
+        f"{unwritten_words(name)}, then run this cell again; there is no solutions/ here that could run in its place."
+    )
 
 
 algo = LiveAlgo()
@@ -167,7 +206,25 @@ def chosen_impl() -> Impl:
 
 def is_written(function: Callable[..., Any]) -> bool:
     """Whether an exercise is more than its stub: nothing in it raises NotImplementedError."""
-    return "NotImplementedError" not in inspect.unwrap(function).__code__.co_names
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or "NotImplementedError" not in code.co_names
+
+
+def what_to_write(function: Callable[..., Any]) -> str:
+    """The message of a stub."""
+    code = inspect.unwrap(getattr(function, "func", function)).__code__
+    messages = [c for c in code.co_consts if isinstance(c, str) and "(notebook" in c]
+    return messages[-1] if messages else "write the marked region"
+
+
+def stub_called(error: BaseException) -> str | None:
+    """The exercise whose stub raised an exception, or None if it came from elsewhere: PyTorch raises
+    NotImplementedError too, for example where a function has no form for whole numbers."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, NotImplementedError) or not frames:
+        return None
+    code = frames[-1].f_code
+    return code.co_name if code.co_name in NAMES and "NotImplementedError" in code.co_names else None
 
 
 def exercise_of(name: str) -> str:
@@ -184,19 +241,36 @@ def exercise_of(name: str) -> str:
 
 
 def has_reference() -> bool:
-    """Whether `solutions/` is here; a teacher's starter branch has none."""
-    return importlib.util.find_spec("solutions") is not None
+    """Whether `solutions/` is here; a teacher's starter branch has none.
+
+    It must lie beside `starter/`: with two copies of the course and one environment, Python would find the other's.
+    """
+    reference, mine = _folder("solutions"), _folder("starter")
+    return reference is not None and (mine is None or mine.parent == reference.parent)
 
 
 def package_folder(package: str) -> Path:
     """Where `starter/` or `solutions/` lies."""
+    folder = _folder(package)
+    if folder is None or (package == "solutions" and not has_reference()):
+        raise MissingPackage(f"The folder {package}/ is missing; restore it with `git checkout {package}`."
+                             if package == "starter" else
+                             "The folder solutions/ is not in this version of the course; A5_IMPL=starter runs your "
+                             "code alone.")  # fmt: skip
+    return folder
+
+
+def _folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise _missing(package)
-    return Path(next(iter(spec.submodule_search_locations)))
+    # a folder that lost its files, but not its __pycache__, would pass for a package without an origin
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-_stamps: dict[str, tuple[tuple[str, int, int], ...]] = {}  # package -> name, time and size of its files when imported
+class MissingPackage(UserError):
+    """`starter/` or `solutions/` is not there."""
+
+
+_texts: dict[str, dict[Path, bytes]] = {}  # package -> its files as they were when it was imported
 
 
 def load_package(package: str) -> ModuleType:
@@ -205,45 +279,55 @@ def load_package(package: str) -> ModuleType:
     Raises:
         UserError: the folder is missing, or a file of it does not import.
     """
-    folder = package_folder(package)
-    files = sorted(folder.glob("*.py"))
-    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-    if package in sys.modules and _stamps.get(package, stamp) != stamp:
-        for name in [m for m in sys.modules if m.partition(".")[0] == package]:
-            del sys.modules[name]
-        for file in files:  # compiled files are compared by whole seconds, and two saves can be closer
-            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
-        importlib.invalidate_caches()
-    _stamps[package] = stamp
+    files = {file: file.read_bytes() for file in sorted(package_folder(package).glob("*.py"))}
+    if package in sys.modules and _texts.setdefault(package, files) == files:
+        return sys.modules[package]
+    _forget(package)
+    for file in files:  # Python compares compiled files by whole seconds and size; two saves can be closer
+        with suppress(OSError):
+            Path(importlib.util.cache_from_source(str(file))).unlink()
+    importlib.invalidate_caches()
     try:
-        return importlib.import_module(package)
-    except Exception as error:
-        _stamps.pop(package)
+        module = importlib.import_module(package)
+    except (Exception, SystemExit) as error:
+        _forget(package)
         raise _import_error(package, error) from error
+    _texts[package] = files
+    return module
 
 
-def _missing(package: str) -> UserError:
-    return UserError(f"The folder {package}/ is missing; restore it with `git checkout {package}`.")
+def _forget(package: str) -> None:
+    _texts.pop(package, None)
+    for name in [m for m in sys.modules if m.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
-def _import_error(package: str, error: Exception) -> UserError:
+def _import_error(package: str, error: BaseException) -> UserError:
+    lost = re.match(r"cannot import name '(\w+)' from '\w+\.(\w+)'", str(error))
+    if isinstance(error, ImportError) and lost:
+        return _no_function(package, lost[2], lost[1])
     frames = traceback.extract_tb(error.__traceback__)
     places = [(f.filename, f.lineno) for f in frames if os.path.basename(os.path.dirname(f.filename)) == package]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     file, line = places[-1] if places else (f"{package}/__init__.py", 1)
-    reason = error.msg if isinstance(error, SyntaxError) else str(error)
-    where = f"{package}/{os.path.basename(file)}"
+    reason = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "no message"
+    otherwise = ", or set A5_IMPL=solutions to run the reference" if has_reference() else ""
     return UserError(
-        f"{where} does not import ({type(error).__name__} in line {line}: {reason}); mend that line, or set "
-        "A5_IMPL=solutions to run the reference."
+        f"{package}/{os.path.basename(file)} does not import ({type(error).__name__} in line {line}: {reason}); mend "
+        f"that line{otherwise}."
     )
 
 
 def _exercise(package: ModuleType, file: str, name: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(package, name, None)
-    if function is None:
-        raise UserError(
-            f"{package.__name__}/{file}.py has no function {name}; restore its first line from the reference."
-        )
+    if not callable(function):
+        raise _no_function(package.__name__, file, name)
     return function
+
+
+def _no_function(package: str, file: str, name: str) -> UserError:
+    return UserError(
+        f"{package}/{file}.py has no function {name}; write its first line as it was (`a5 course diff {file}` shows "
+        f"what changed), or take a fresh stub with `a5 course reset {file}`."
+    )

@@ -9,7 +9,15 @@ import re
 from importlib.resources import files
 
 from a5lib.course.checking import Result, run_checks
-from a5lib.course.exercises import EXERCISES, algo_to_check, exercise_of, has_reference, package_folder
+from a5lib.course.exercises import (
+    EXERCISES,
+    algo_to_check,
+    chosen_impl,
+    exercise_of,
+    has_reference,
+    package_folder,
+    starter_text,
+)
 from a5lib.course.stubs import blank, function_text, region_text
 from a5lib.errors import UserError
 
@@ -20,8 +28,7 @@ def show(*names: str) -> None:
     The region is always shown as a stub, also where you have written it.
     """
     for exercise in dict.fromkeys(exercise_of(name) for name in names):
-        path = package_folder("starter") / f"{exercise}.py"
-        text = blank(path.read_text(encoding="utf-8"))
+        text = blank(starter_text(exercise))
         wanted = [f for f in EXERCISES[exercise] if exercise in names or f in names]
         code = "\n\n\n".join(function_text(text, name) for name in wanted)
         _display(
@@ -32,9 +39,22 @@ def show(*names: str) -> None:
 
 def check(name: str) -> None:
     """Run the checks of an exercise (a file or one function) on your code as it is saved, and say what they found."""
+    print(check_in_words(name)[1])
+
+
+def check_in_words(name: str) -> tuple[bool, str]:
+    """Whether every check of an exercise passes, and what `check` says. A file that does not import does not pass.
+
+    Raises:
+        UserError: there is no such exercise, or A5_IMPL has no such value.
+    """
     exercise = exercise_of(name)
-    results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
-    print(report(exercise, results))
+    chosen_impl()
+    try:
+        results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
+        return all(r.status == "passed" for r in results), report(exercise, results)
+    except UserError as error:
+        return False, f"{exercise}: {error}"
 
 
 def report(exercise: str, results: list[Result]) -> str:
@@ -53,10 +73,12 @@ def report(exercise: str, results: list[Result]) -> str:
         lines += ["", f"✗ {result.check.function}: {result.check.title}"]
         lines += [f"  {line}" for line in result.words.splitlines()]
     for function, words in unwritten.items():
-        lines += ["", f"○ {function} is not written yet. In starter/{exercise}.py: {words}"]
-        if not has_reference():
+        if whose[function] != "unwritten":
+            lines += ["", f"○ {function} cannot be checked yet. {words}"]
             continue
-        lines.append("  Until then the cells below use the reference.")
+        lines += ["", f"○ {function} is not written yet. In starter/{exercise}.py: {words}"]
+        if has_reference():
+            lines.append("  Until then the cells below use the reference.")
     lines += ["", f'Stuck? hint("{exercise}", 1), then 2, then 3.']
     return "\n".join(lines).strip()
 

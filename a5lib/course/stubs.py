@@ -62,10 +62,15 @@ def function_text(text: str, name: str) -> str:
         # one
         return 1
     """
-    tree = ast.parse(text)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise UserError(
+            f"Line {error.lineno} of the file, outside the marked regions, is not Python ({error.msg})."
+        ) from error
     nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     if not nodes:
-        raise UserError(f"The file has no function {name}; restore its first line from the reference.")
+        raise UserError(f"The file has no function {name}; `a5 course diff` shows what changed.")
     lines = text.splitlines()
     start, end = nodes[0].lineno - 1, nodes[0].end_lineno or len(lines)
     while end < len(lines) and (lines[end].startswith((" ", "\t")) or not lines[end].strip()):
