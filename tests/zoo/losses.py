@@ -2,4 +2,186 @@
 
 from tests.zoo import Fault
 
-FAULTS: list[Fault] = []
+FAULTS = [
+    Fault(
+        "objective not negated",
+        old="loss = -advantages * log_probs",
+        new="loss = advantages * log_probs",
+        words="negated objective",
+    ),
+    Fault(
+        "advantages spread over the columns",
+        old="loss = -advantages * log_probs",
+        new="loss = -raw_rewards_or_advantages.reshape(-1) * log_probs",
+        words="spread over the columns",
+    ),
+    Fault(
+        "difference of log-probs without exp",
+        old="ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
+        new="ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)",
+        words="without exp",
+    ),
+    Fault(
+        "log-probs divided by each other",
+        old="ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
+        new="ratio = new / old",
+        words="divided by each other",
+    ),
+    Fault(
+        "ratio upside down",
+        old="log_ratio = torch.where(mask, new - old, 0.0)",
+        new="log_ratio = torch.where(mask, old - new, 0.0)",
+        words="upside down",
+    ),
+    Fault(
+        "log-probability beside the ratio",
+        old='if method == "noclip" or cliprange is None:\n            loss = -advantages * ratio',
+        new='if method == "noclip" or cliprange is None:\n            loss = -advantages * ratio * log_probs',
+        words="log-probability is not needed",
+    ),
+    Fault(
+        "masked after exp",
+        old="log_ratio = torch.where(mask, new - old, 0.0)",
+        new="log_ratio = (new - old) * mask",
+        words="before",
+    ),
+    Fault(
+        "log-probability multiplied by the mask",
+        old="log_probs = torch.where(mask, new, 0.0)",
+        new="log_probs = new * mask",
+        words="inf times 0 is NaN",
+    ),
+    Fault(
+        "old log-probs not detached",
+        old="log_ratio = torch.where(mask, new - old, 0.0)",
+        new="log_ratio = torch.where(mask, new - old_log_probs, 0.0)",
+        words="not detached",
+    ),
+    Fault(
+        "log-ratio not clamped",
+        old="log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
+        new="log_ratio.exp()",
+        words="exp(200) is infinite",
+    ),
+    Fault("clip on the wrong side", old="torch.minimum(", new="torch.maximum(", words="wrong side is clipped"),
+    Fault(
+        "minimum before the advantage",
+        old="loss = -torch.minimum(advantages * ratio, advantages * inside)",
+        new="loss = -advantages * torch.minimum(ratio, inside)",
+        words="before the multiplication by A",
+    ),
+    Fault(
+        "only the upper end is clipped",
+        old="ratio.clamp(1.0 - cliprange, 1.0 + cliprange)",
+        new="ratio.clamp(max=1.0 + cliprange)",
+        words="Only the upper end",
+    ),
+    Fault(
+        "no minimum",
+        old="loss = -torch.minimum(advantages * ratio, advantages * inside)",
+        new="loss = -advantages * inside",
+        words="Only the clipped objective",
+    ),
+    Fault(
+        "every ratio outside the range is called clipped",
+        old="clipped = (advantages * inside < advantages * ratio) & mask",
+        new="clipped = (ratio != inside) & mask",
+        words="Every ratio outside the range",
+    ),
+    Fault(
+        "clip fraction over padding",
+        old="clipped.sum() / mask.sum().clamp(min=1)",
+        new="clipped.float().mean()",
+        words="padding is in the divisor",
+    ),
+    Fault(
+        "gspo sums",
+        old="(log_ratio.sum(dim=1, keepdim=True) / tokens)",
+        new="(log_ratio.sum(dim=1, keepdim=True))",
+        words="were summed",
+    ),
+    Fault(
+        "gspo mean over padding",
+        old="(log_ratio.sum(dim=1, keepdim=True) / tokens)",
+        new="log_ratio.mean(dim=1, keepdim=True)",
+        words="over padding",
+    ),
+    Fault(
+        "gspo averages ratios",
+        old="log_ratio = (log_ratio.sum(dim=1, keepdim=True) / tokens).expand_as(new)",
+        new="log_ratio = ((log_ratio.exp() * mask).sum(dim=1, keepdim=True) / tokens).log().expand_as(new)",
+        words="ratios were averaged",
+    ),
+    Fault(
+        "gspo divides by zero tokens",
+        old="tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)",
+        new="tokens = mask.sum(dim=1, keepdim=True)",
+        words="0 / 0",
+    ),
+    Fault(
+        "cispo weight with gradient",
+        old="weight = ratio.detach().clamp(max=1.0 + cliprange)",
+        new="weight = ratio.clamp(max=1.0 + cliprange)",
+        words="must be a constant",
+    ),
+    Fault(
+        "cispo clipped from below",
+        old="weight = ratio.detach().clamp(max=1.0 + cliprange)",
+        new="weight = ratio.detach().clamp(1.0 - cliprange, 1.0 + cliprange)",
+        words="only caps it",
+    ),
+    Fault(
+        "cispo without the log-probability",
+        old="loss = -weight * advantages * log_probs",
+        new="loss = -weight * advantages",
+        words="log-probability is missing",
+    ),
+    Fault(
+        "low precision arithmetic",
+        old="log_ratio = torch.where(mask, new - old, 0.0)",
+        new="log_ratio = torch.where(mask, policy_log_probs - old.to(policy_log_probs.dtype), 0.0)",
+        words="computed in bf16",
+    ),
+    Fault(
+        "mean over padding",
+        old="tokens = mask.bool().sum(dim=1)  # [B]",
+        new="tokens = torch.full(mask.shape[:1], mask.shape[1])",
+        words="over padding",
+    ),
+    Fault(
+        "sequence is the mean over tokens",
+        old="return (losses.sum(dim=1) / tokens.clamp(min=1)).mean()",
+        new="return losses.sum() / tokens.sum().clamp(min=1)",
+        words="average each row first",
+    ),
+    Fault(
+        "constant ignored",
+        old="return losses.sum() / normalization_constant",
+        new="return losses.sum()",
+        words="normalization_constant is not used",
+    ),
+    Fault(
+        "constant after lengths",
+        old="return losses.sum() / normalization_constant",
+        new="return (losses.sum(dim=1) / tokens.clamp(min=1)).sum() / normalization_constant",
+        words="leave out the lengths",
+    ),
+    Fault(
+        "multiplied by the mask",
+        old="losses = torch.where(mask.bool(), per_token_policy_gradient_loss, 0.0)",
+        new="losses = per_token_policy_gradient_loss * mask",
+        words="do not multiply by the mask",
+    ),
+    Fault(
+        "empty response divides by zero",
+        old="(losses.sum(dim=1) / tokens.clamp(min=1)).mean()",
+        new="(losses.sum(dim=1) / tokens).mean()",
+        words="0 / 0",
+    ),
+    Fault(
+        "empty response left out",
+        old="(losses.sum(dim=1) / tokens.clamp(min=1)).mean()",
+        new="(losses.sum(dim=1) / tokens.clamp(min=1)).sum() / (tokens > 0).sum()",
+        words="left out",
+    ),
+]
