@@ -1,0 +1,129 @@
+"""The scripted engine: the right order passes, every step is needed, and each objection names its rule."""
+
+import pytest
+
+from a5lib.course import load_algo
+from a5lib.course.scripted_engine import PROMPTS, STEPS, Objection, play, scripted_pair
+from a5lib.memory import OLMO2_1B, update_ledger
+
+ORDER = list(STEPS)  # they are listed in an order that works
+GIB = 1 << 30
+
+
+def without(step):
+    return [other for other in ORDER if other != step]
+
+
+def swapped(first, second):
+    return [{first: second, second: first}.get(step, step) for step in ORDER]
+
+
+def test_the_reference_cycle_passes_again_and_again():
+    trainer, engine = scripted_pair()
+    cycle = load_algo("solutions").colocated_cycle
+    for version in (1, 2, 3):
+        assert cycle(trainer, engine, list(PROMPTS)) == {"version": version, "rollouts": 3}
+        assert engine.ready() and trainer.card.held["trainer"] == 0
+    assert engine.card.steps == ORDER * 3
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ("generate", "needs a list of rollouts"),
+        ("sleep", "engine still holds"),
+        ("take card", "must take the card before an update"),
+        ("update", "made no update"),
+        ("release card", "must release the card"),
+        ("wake weights", "asleep; wake"),
+        ("load weights", "no weights"),
+        ("verify", "not verified"),
+        ("wake kv_cache", "no room for keys and values"),
+        ("reset prefix cache", "prefix cache"),
+    ],
+)
+def test_every_step_is_missed(left_out, words):
+    assert words in play(without(left_out))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (swapped("generate", "sleep"), "asleep; it must wake"),
+        (swapped("take card", "sleep"), "engine still holds"),
+        (swapped("release card", "wake weights"), "trainer holds 8.3 GiB"),
+        (swapped("wake weights", "load weights"), "so that they have room"),
+        (swapped("load weights", "wake kv_cache"), "before the weights are in"),
+        (swapped("take card", "update"), "must take the card before an update"),
+        (["dance"], "no such step"),
+    ],
+)
+def test_a_wrong_order_is_named(steps, words):
+    assert words in play(steps)
+
+
+def test_a_busy_engine_does_not_sleep():
+    _, engine = scripted_pair()
+    stream = engine.generate(list(PROMPTS))
+    next(stream)
+    with pytest.raises(Objection, match="busy: 2 rollouts"):
+        engine.sleep(level=2)
+
+
+def test_level_one_wakes_with_the_old_weights():
+    trainer, engine = scripted_pair()
+    rollouts = list(engine.generate(PROMPTS))
+    engine.sleep(level=1)
+    trainer.take_card()
+    trainer.update(rollouts)
+    trainer.release_card()
+    engine.wake_up(["weights"])
+    assert engine.checksums() != trainer.checksums(), "they are those of before the update"
+
+
+def test_old_weights_are_noticed_even_when_the_checksums_were_old_too():
+    trainer, engine = scripted_pair()
+    old, sums = trainer.weights(), trainer.checksums()
+    rollouts = list(engine.generate(PROMPTS))
+    engine.sleep(level=2)
+    trainer.take_card()
+    trainer.update(rollouts)
+    trainer.release_card()
+    engine.wake_up(["weights"])
+    engine.load_weights(old)
+    assert engine.checksums() == sums
+    engine.wake_up(["kv_cache"])
+    engine.reset_prefix_cache()
+    assert not engine.ready()
+    rollouts = list(engine.generate(PROMPTS))
+    engine.sleep(level=2)
+    trainer.take_card()
+    with pytest.raises(Objection, match="version 0, but the trainer is at version 1"):
+        trainer.update(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong"), [("load skips a weight", "lm_head"), ("load changes nothing", "embed_tokens")]
+)
+def test_a_load_that_lies_is_found_by_checksums(fault, wrong):
+    trainer, engine = scripted_pair(fault)
+    with pytest.raises(RuntimeError, match=wrong):
+        load_algo("solutions").colocated_cycle(trainer, engine, list(PROMPTS))
+    assert not engine.ready()
+
+
+def test_the_bytes_are_the_ledgers():
+    trainer, engine = scripted_pair()
+    load_algo("solutions").colocated_cycle(trainer, engine, list(PROMPTS))
+    held = {name: (on_trainer, on_engine) for name, on_trainer, on_engine in engine.card.phases}
+    weights = 1_484_916_736 * 2
+    assert held["wake weights"] == (0, weights)
+    assert held["generate"] == (0, weights + 65_536 * 131_072), "weights, and 8 GiB of keys and values"
+    assert held["take card"] == (weights * 3, 0), "weights and two moments, 2 bytes each"
+    assert held["update"] == (sum(update_ledger(OLMO2_1B, sequences=64, length=672, microbatch=1).values()), 0)
+    assert max(sum(pair) for pair in held.values()) < engine.card.size < held["generate"][1] + held["update"][0]
+
+
+def test_no_prompt_is_refused():
+    with pytest.raises(ValueError, match="no prompt"):
+        load_algo("solutions").colocated_cycle(*scripted_pair(), [])
