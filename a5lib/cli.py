@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 
 from a5lib.config import TOY, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
+from a5lib.progress import progress_bar
 
 if TYPE_CHECKING:
     from a5lib.evaluation import Evaluation
@@ -85,7 +86,7 @@ class EvaluateFlags:
 
 
 def train_command(flags: TrainFlags) -> int:
-    from a5lib.course import load_algo
+    from a5lib.course.exercises import load_algo, require_for_training
     from a5lib.plots import save_curves
     from a5lib.training import train
 
@@ -94,7 +95,9 @@ def train_command(flags: TrainFlags) -> int:
             f"--output-dir {flags.output_dir} does not go with --resume; the run continues in {flags.resume}."
         )
     config = as_config(flags)
-    summary = train(config, load_algo(), resume=flags.resume is not None, say=say)
+    algo = load_algo()
+    require_for_training(algo, resolve(config).low_memory)
+    summary = train(config, algo, resume=flags.resume is not None, say=say)
     print_summary(summary.run_dir)
     if summary.step:
         say(f"Curves: {save_curves(summary.run_dir)}.")
@@ -171,7 +174,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
     check_context(room, max_tokens)
     backend = TransformersRollouts(model, tokenizer, resolved.generation_batch_size)
     backend.sync(model.named_parameters(), 0)
-    with tqdm(total=len(problems) * flags.samples, desc="evaluate", unit="resp") as bar:
+    with progress_bar(total=len(problems) * flags.samples, desc="evaluate", unit="resp") as bar:
         result = evaluate(
             backend, tokenizer, problems, template, REWARD_FUNCTIONS[grader], max_tokens=max_tokens,
             temperature=flags.temperature, top_p=flags.top_p, samples=flags.samples, seed=flags.seed,
@@ -255,9 +258,11 @@ def bench_command(steps: int = 5, rounds: int = 5) -> int:
         rounds: Rounds of generation for each way.
     """
     from a5lib.bench import bench
-    from a5lib.course import load_algo
+    from a5lib.course.exercises import load_algo, require_for_training
 
-    bench(load_algo(), steps=steps, rounds=rounds, console=console)
+    algo = load_algo()
+    require_for_training(algo)
+    bench(algo, steps=steps, rounds=rounds, console=console)
     return 0
 
 
@@ -348,6 +353,103 @@ def toy_build_command(
     return 0
 
 
+def course_status_command() -> int:
+    """Show how far each exercise is: functions written, checks passed, whose code will run.
+
+    The exit code is 0, also where checks fail; `a5 course check` is for grading.
+    """
+    from a5lib.course.progress import print_status
+
+    print_status(console)
+    return 0
+
+
+def course_check_command(
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None,
+) -> int:
+    """Check your code, and say in words what is wrong.
+
+    Exit codes: 0 all checks pass, 1 something fails, is not written or does not import, 2 there is no such exercise.
+
+    Args:
+        name: A file without its ending, such as masks, or one function (default: all files).
+    """
+    from a5lib.course import EXERCISES
+    from a5lib.course.notebook import check_in_words
+
+    results = [check_in_words(exercise) for exercise in ([name] if name else EXERCISES)]
+    print("\n\n".join(words for _, words in results))
+    return int(not all(passed for passed, _ in results))
+
+
+def course_reset_command(name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")], /) -> int:
+    """Start a file anew: write a fresh stub, and keep your file beside it as NAME.py.old-1.
+
+    Exit codes: 0 done, or the file is still the stub; 2 there is no such exercise, or no stub to take.
+
+    Args:
+        name: A file without its ending, such as masks.
+    """
+    from a5lib.course.progress import reset
+
+    say(reset(name))
+    return 0
+
+
+def course_diff_command(
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None, solution: bool = False
+) -> int:
+    """Show what you changed, as a unified diff from the stub to your file.
+
+    Exit codes: 0 done, also where nothing differs; 2 there is no such exercise, or nothing to compare with.
+
+    Args:
+        name: A file without its ending, such as masks (default: all files).
+        solution: Compare with the reference in solutions/ instead; this shows the answer.
+    """
+    from a5lib.course.exercises import EXERCISES, exercise_of
+    from a5lib.course.progress import difference
+
+    text = "".join(difference(exercise, solution) for exercise in ([exercise_of(name)] if name else EXERCISES))
+    print(
+        text or f"Your code does not differ from {'the reference' if solution else 'the stub'}.", end="\n" * (not text)
+    )
+    return 0
+
+
+def course_submit_command(output: Path = Path("a5-submission.zip"), runs: tuple[Path, ...] = ()) -> int:
+    """Pack your files, notebooks, run logs and check results into a zip to hand in; no models, no checkpoints.
+
+    Exit codes: 0 written, also where checks fail (status.json in the zip holds them); 2 nothing was written.
+
+    Args:
+        output: File to write; it must not exist.
+        runs: Run folders (default: all those below runs/).
+    """
+    from a5lib.course.progress import submit
+
+    names = submit(output, runs)
+    print("\n".join(names))
+    say(f"Wrote {output} with {len(names)} files.")
+    return 0
+
+
+def course_branch_command(
+    kind: Annotated[Literal["starter", "solutions"], tyro.conf.Positional, tyro.conf.arg(metavar="KIND")], /
+) -> int:
+    """For teachers: make a git branch from the last commit. Your files and your index are not touched.
+
+    Exit codes: 0 made, 2 not made.
+
+    Args:
+        kind: `starter` has the stubs, no solutions/ and no history; `solutions` has the stubs and solutions/.
+    """
+    from a5lib.course.branches import make_branch
+
+    say(make_branch(kind))
+    return 0
+
+
 def write_text(path: Path, text: str, flag: str) -> None:
     """Write a file that the user named; what goes wrong is one sentence."""
     try:
@@ -362,6 +464,12 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plot": plot_command,
     "doctor": doctor_command,
     "bench": bench_command,
+    "course status": course_status_command,
+    "course check": course_check_command,
+    "course reset": course_reset_command,
+    "course diff": course_diff_command,
+    "course submit": course_submit_command,
+    "course branch": course_branch_command,
     "toy problems": toy_problems_command,
     "toy build": toy_build_command,
     "data gsm8k": gsm8k_command,

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-from tqdm.auto import tqdm
-
 from a5lib.errors import UserError
 from a5lib.grading import gsm8k_marker_answer
+from a5lib.progress import progress_bar
 from a5lib.records import Problem
 
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -200,7 +199,7 @@ def _problem(line: str, where: str) -> Problem:
 def _fetch(url: str, path: Path) -> None:
     with urllib.request.urlopen(url, timeout=30) as response, path.open("wb") as file:
         size = int(response.headers.get("Content-Length") or 0) or None
-        with tqdm(total=size, unit="B", unit_scale=True, desc=url.rpartition("/")[2]) as bar:
+        with progress_bar(total=size, unit="B", unit_scale=True, desc=url.rpartition("/")[2]) as bar:
             while block := response.read(2**16):
                 file.write(block)
                 bar.update(len(block))

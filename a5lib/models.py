@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from a5lib.config import TOY
 from a5lib.errors import UserError
+from a5lib.progress import bars_are_off
 
 TOY_MODEL_DIR = Path(__file__).parent / "toy_model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -108,7 +109,7 @@ def load_policy(
             f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
         )
     try:
-        with without_progress_bars() if model == TOY else nullcontext():
+        with without_progress_bars() if model == TOY or bars_are_off() else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=select_dtype(dtype, target),

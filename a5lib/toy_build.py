@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from a5lib.errors import UserError
 from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import r1_zero_reward_fn
 from a5lib.models import claim_folder, load_policy, select_device
+from a5lib.progress import progress_bar
 from a5lib.prompts import load_prompt
 from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.toy_problems import TEMPLATES, Dice, Draft, Step, draw, rationale, toy_problems
@@ -231,7 +231,7 @@ def pretrain(
     batches = DataLoader(rows_of_text, batch_size=None, num_workers=WORKERS if on_card else 0, pin_memory=on_card)
     tokens = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros(())
-    for step, batch in enumerate(progress := tqdm(batches, desc="pretrain", unit="step", mininterval=1.0)):
+    for step, batch in enumerate(progress := progress_bar(batches, desc="pretrain", unit="step", mininterval=1.0)):
         ids = batch.to(device, non_blocking=True)  # [rows, ROW]
         with torch.autocast(device.type, torch.bfloat16, enabled=on_card):
             logits = forward(input_ids=ids, use_cache=False).logits[:, :-1]  # [rows, ROW - 1, V]

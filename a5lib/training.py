@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from a5lib.checkpoints import Checkpoint, capture_rng, latest_checkpoint, restore_rng, save_checkpoint
@@ -39,6 +38,7 @@ from a5lib.memory import MemoryRecorder
 from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
 from a5lib.models import claim_folder, encode_prompt, load_policy, save_model
 from a5lib.optimizers import warmup_lr
+from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts import RolloutBackend
@@ -76,6 +76,7 @@ def train(
     *,
     resume: bool = False,
     on_step: Callable[[dict[str, Any]], object] | None = None,
+    stop: StopRequest | None = None,
     say: Callable[[str], object] = print,
 ) -> Summary:
     """Train a policy and leave a run folder.
@@ -85,6 +86,7 @@ def train(
         algo: the exercise functions (see `a5lib.course.load_algo`).
         resume: continue the run in `flags.output_dir` from its newest complete checkpoint.
         on_step: called with each line of metrics, after it has been written.
+        stop: where another thread, as a notebook's button, asks to stop after the step; Ctrl-C asks there too.
         say: receives the few sentences that a person should read.
 
     Raises:
@@ -136,7 +138,7 @@ def train(
         backend.sync(engine.weights(), state.step)
         with (
             run_faults(f"Validation after step {state.step}", config),
-            tqdm(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress,
+            progress_bar(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress,
         ):
             result = evaluate(
                 backend, tokenizer, val_problems, template, reward_fn, max_tokens=config.max_tokens,
@@ -169,9 +171,9 @@ def train(
         save_seconds = save() if config.save_every and not resume else 0.0
         if state.step == 0:
             validate_fully("Before")
-        bar = tqdm(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,
-                   initial=state.step, total=config.num_steps)  # fmt: skip
-        with stop_between_steps(say) as stop:
+        bar = progress_bar(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,
+                           initial=state.step, total=config.num_steps)  # fmt: skip
+        with stop_between_steps(say, stop) as request:
             for step in bar:
                 clock = Clock(recorder)
 
@@ -232,7 +234,7 @@ def train(
                     "seconds_save": save_seconds,
                 }
                 log.metrics(metrics)
-                stopping = stop.requested
+                stopping = request.requested
                 saving = stopping or due(step, config.save_every) or (last and config.save_every)
                 save_seconds = save() if saving else 0.0
                 bar.set_postfix(
@@ -383,20 +385,22 @@ class StopRequest:
 
 
 @contextmanager
-def stop_between_steps(say: Callable[[str], object]) -> Iterator[StopRequest]:
+def stop_between_steps(say: Callable[[str], object], stop: StopRequest | None = None) -> Iterator[StopRequest]:
     """Turn the first interrupt into a request to stop after the step; a second one interrupts at once.
 
-    Signals reach only the main thread; in any other the request is never set.
+    Signals reach only the main thread; in any other they do not set the request.
     """
-    stop = StopRequest()
+    stop = StopRequest() if stop is None else stop
+    interrupted = False
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        nonlocal interrupted
+        if interrupted:
             raise KeyboardInterrupt
-        stop.requested = True
+        interrupted = stop.requested = True
         say("Stopping after this step, with a checkpoint; interrupt again to drop the step.")
 
     before = signal.signal(signal.SIGINT, handler)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = {
-    0: ["errors", "config", "records"],
+    0: ["errors", "config", "records", "progress"],
     1: ["prompts", "data", "grading", "toy_problems"],
     2: ["models", "optimizers"],
     3: ["memory", "engines", "rollouts"],

@@ -238,6 +238,31 @@ def test_a_second_interrupt_drops_the_step() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_button_stops_after_the_step_and_the_run_continues(tmp_path: Path) -> None:
+    stop = StopRequest()
+
+    def press(metrics: dict[str, Any]) -> None:
+        thread = threading.Thread(target=lambda: setattr(stop, "requested", True))  # as a widget's callback would
+        thread.start()
+        thread.join()
+
+    summary = run(small(tmp_path / "run", save_every=0, eval_every=0), stop=stop, on_step=press)
+    assert (summary.finished, summary.step) == (False, 2), "pressed after step 1, so step 2 is the last one"
+    assert run(resumed(tmp_path / "run"), resume=True).finished
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_an_interrupt_asks_where_the_button_asks_and_a_pressed_button_does_not_drop_the_step() -> None:
+    stop = StopRequest(requested=True)
+    with stop_between_steps(lambda sentence: None, stop) as request:
+        assert request is stop
+        os.kill(os.getpid(), signal.SIGINT)  # the first interrupt, though the button was pressed before it
+    stop = StopRequest()
+    with stop_between_steps(lambda sentence: None, stop):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.requested
+
+
 def test_outside_the_main_thread_there_is_no_handler() -> None:
     seen: list[StopRequest] = []
 
