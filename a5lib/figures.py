@@ -12,13 +12,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import torch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from a5lib.errors import UserError
 from a5lib.optimizers import stochastic_round
-from a5lib.plots import COLORS, DASHED, DOTTED, FONT_SIZES, SOLID, Picture, label
+from a5lib.plots import COLORS, DASHED, DOTTED, SOLID, Picture, label, look
 from a5lib.rollout_views import rollout_html, rollout_text
 
 __all__ = [
@@ -53,12 +53,13 @@ def advantage_figure(algo: Any, rewards: Sequence[float] | Tensor) -> Picture:
     values = [_number("a reward", r) for r in (rewards.tolist() if isinstance(rewards, Tensor) else rewards)]
     if not 1 <= len(values) <= 32:
         raise UserError(f"advantage_figure got {len(values)} rewards; give the rewards of one group, 1 to 32 numbers.")
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 3.4), layout="constrained")
         panels = figure.subplots(1, len(NORMALIZERS), sharey=True)
         for i, (ax, (title, (baseline, normalizer))) in enumerate(zip(panels, NORMALIZERS.items(), strict=True)):
             label(ax, title, "response and its reward", "advantage" if i == 0 else "")
             ax.axhline(0, color=GREY, linewidth=0.8)
+            ax.grid(visible=False, axis="x")
             ax.set_xticks(range(len(values)), [f"{r:g}" for r in values])
             ax.set_xlim(-0.7, len(values) - 0.3)
             try:
@@ -107,7 +108,7 @@ def clip_figure(algo: Any, ratio: float = 1.1, advantage: float = 1.0, cliprange
         raise UserError(f"cliprange is {cliprange:g}; choose one from 0 to below 1.")
     grid = torch.linspace(0.02, max(2.0, min(1.1 * ratio, HIGHEST_RATIO)), 397).tolist()
     ratios = torch.tensor([*grid, ratio])
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         label(left, "Loss of the token", "ratio: new / old probability", "loss")
@@ -175,13 +176,13 @@ def precision_figure(weight: float = 1.0, update: float = 1e-3, steps: int = 200
     exact = [start.item() + update * x for x in xs]
     towards = torch.tensor(math.copysign(math.inf, update)).bfloat16()
     gap = abs((torch.nextafter(start, towards) - start).item())
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         label(left, "What is stored", "step", "weight")
         label(right, "Distance from the exact weight", "step", "stored - exact, in updates")
         left.plot(xs, exact, color="black", linewidth=1, label=f"exact: {exact[-1]:.6g}")
-        looks = (("v", SOLID, 2.2), ("o", DOTTED, 1.2), ("s", DASHED, 1.2), ("D", SOLID, 1.2))
+        looks = (("v", SOLID, 2.2), ("o", DOTTED, 1.8), ("s", DASHED, 1.3), ("D", SOLID, 1.2))
         for i, (name, stored) in enumerate(stored_weights(start, update, int(steps)).items()):
             marker, style, width = looks[i]
             off = [(s - e) / update if update else 0.0 for s, e in zip(stored, exact, strict=True)]
@@ -189,6 +190,8 @@ def precision_figure(weight: float = 1.0, update: float = 1e-3, steps: int = 200
                 ax.plot(xs, ys, style, color=COLORS[i], marker=marker, markersize=5, linewidth=width, label=text,
                         markevery=(i * len(xs) // 32, max(1, len(xs) // 8)))  # fmt: skip
         right.axhline(0, color="black", linewidth=1)
+        for ax in (left, right):
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.ticklabel_format(axis="y", useOffset=False)
         figure.legend(loc="outside lower center", ncols=3, title=f"After {int(steps)} steps")
         figure.suptitle(
@@ -236,30 +239,31 @@ def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Pictu
     if budget is not None:
         _check_bytes({"budget": budget})
     unit, name = _unit(max(total, budget or 0))
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 1.3 + 0.33 * (len(ledger) + 1)), layout="constrained")
         ax = figure.subplots()
         verdict = "" if budget is None else f"; it {'fits' if total <= budget else 'does not fit'} into {_size(budget)}"
         label(ax, f"Predicted: {_size(total)} on the card{verdict}", name, "")
-        reach = 1.16 * max(total, budget or 0, 1) / unit
+        reach = 1.2 * max(total, budget or 0, 1) / unit
         base = 0.0
         for i, size in enumerate(ledger.values()):
-            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)],
-                                    "edgecolor": "white", "linewidth": 0}  # fmt: skip
+            style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)],
+                                     "edgecolor": "white", "linewidth": 0}  # fmt: skip
             width = size / unit
-            ax.barh([i, len(ledger)], width, 0.72, base, **look)
+            ax.barh([i, len(ledger)], width, 0.72, base, **style)
             share = f"{_size(size)} ({size / max(total, 1):.0%})"
-            outside = base + width + 0.17 * reach > reach  # then the text stands before the bar
+            outside = base + width + 0.15 * reach > reach  # then the text stands before the bar
             ax.text(base if outside else base + width, i, f" {share} ", va="center", ha="right" if outside else "left",
-                    fontsize=8)  # fmt: skip
+                    fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0}, zorder=3)  # fmt: skip
             base += width
-        ax.text(base, len(ledger), f" {_size(total)}", va="center", ha="left", fontsize=8, weight="bold")
+        ax.text(base, len(ledger), f" {_size(total)}", va="center", ha="left", fontsize=8, weight="bold",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0}, zorder=3)  # fmt: skip
         ax.set_yticks(range(len(ledger) + 1), [*ledger, "all together"])
         ax.invert_yaxis()
         ax.grid(visible=False, axis="y")
         ax.set_xlim(0, reach)
         if budget is not None:
-            ax.axvline(budget / unit, color="black", linestyle=DASHED, linewidth=1.4)
+            ax.axvline(budget / unit, color="black", linestyle=DASHED, linewidth=1.4, zorder=1.5)
             ax.annotate("budget", (budget / unit, 0), (3, 2), xycoords=("data", "axes fraction"),
                         textcoords="offset points", fontsize=8)  # fmt: skip
     return figure
@@ -281,7 +285,7 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
                   for i, size in enumerate(sizes, start=1)})  # fmt: skip
     totals = [t + e for t, e in zip(trainer, engine, strict=True)]
     unit, unit_name = _unit(max(*totals, budget or 0))
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 3.6), layout="constrained")
         ax = figure.subplots()
         label(ax, "One cycle on one card", "phase", f"on the card ({unit_name})")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import statistics
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +45,15 @@ SECONDS = {
 PHASE_COLORS = dict(zip(SECONDS.values(), COLORS[4:], strict=True))  # other colours than the first runs have
 PHASE_HATCHES = dict(zip(SECONDS.values(), ("", "///", "...", "xx", "\\\\\\", "++"), strict=True))
 MEMORY = {"memory_generate": "generate", "memory_score": "score", "memory_update": "update"}
+_drawing = threading.RLock()
 FONT_SIZES: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 8}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The font sizes of all figures. One thread draws at a time, because matplotlib's settings are global."""
+    with _drawing, matplotlib.rc_context(FONT_SIZES):
+        yield
 
 
 class Picture(Figure):
@@ -53,7 +63,8 @@ class Picture(Figure):
     def png(self) -> bytes:
         """The picture as the bytes of a PNG file."""
         file = io.BytesIO()
-        FigureCanvasAgg(self).print_png(file)
+        with look():
+            FigureCanvasAgg(self).print_png(file)
         return file.getvalue()
 
     def _repr_png_(self) -> bytes:
@@ -99,7 +110,7 @@ def plot_runs(run_dirs: Sequence[Path]) -> Picture:
     panels: tuple[Callable[[Axes, list[Run]], None], ...] = (
         draw_rewards, draw_validation, draw_length, draw_shares, draw_entropy, draw_kl, draw_seconds, draw_memory,
     )  # fmt: skip
-    with matplotlib.rc_context(FONT_SIZES):
+    with look():
         figure = Picture(figsize=(9, 12), layout="constrained")
         axes = figure.subplots(4, 2)
         for ax, draw in zip(axes.flat, panels, strict=True):
@@ -264,8 +275,8 @@ def draw_memory(ax: Axes, runs: list[Run]) -> None:
             xs, ys = runs[0].series(name, 2**-30)
             if any(ys):
                 style = (SOLID, DOTTED, DASHED)[i]
-                look = dataclasses.replace(runs[0], label=phase, color=PHASE_COLORS[phase], marker=MARKERS[i])
-                look.line(ax, xs, ys, style)
+                drawn = dataclasses.replace(runs[0], label=phase, color=PHASE_COLORS[phase], marker=MARKERS[i])
+                drawn.line(ax, xs, ys, style)
         _finish(ax, "Memory by phase", "GiB")
     else:
         width = 0.8 / len(MEMORY)
