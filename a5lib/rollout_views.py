@@ -55,7 +55,7 @@ def rollout_text(rollout: Rollout | Mapping[str, Any], tokenizer: Any) -> str:
         UserError: it is no rollout.
     """
     r = as_rollout(rollout)
-    response = "".join(f"[{_token(tokenizer, i)}]" for i in r.completion.token_ids)
+    response = "".join(f"[{_token(tokenizer, i)}]" for i in r.completion.token_ids).replace("\n", "↵\n")
     prompt = "".join(_token(tokenizer, i) for i in r.prompt_ids)
     lines = [_summary(r), "", f"Prompt, {len(r.prompt_ids)} tokens, mask 0:", prompt, "",
              f"Response, {len(r.completion.token_ids)} tokens, mask 1, each in brackets:", response]  # fmt: skip
