@@ -365,21 +365,21 @@ def course_status_command() -> int:
 
 
 def course_check_command(
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None,
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = "all",
 ) -> int:
     """Check your code, and say in words what is wrong.
 
     Exit codes: 0 all checks pass, 1 something fails, is not written or does not import, 2 there is no such exercise.
 
     Args:
-        name: A file without its ending, such as masks, or one function (default: all files).
+        name: A file without its ending, such as masks, or one function.
     """
     from a5lib.course import EXERCISES
     from a5lib.course.notebook import check_in_words
 
-    results = [check_in_words(exercise) for exercise in ([name] if name else EXERCISES)]
-    print("\n\n".join(words for _, words in results))
-    return int(not all(passed for passed, _ in results))
+    passed, words = check_in_words(*(EXERCISES if name == "all" else [name]))
+    print(words)
+    return int(not passed)
 
 
 def course_reset_command(name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")], /) -> int:
@@ -397,20 +397,20 @@ def course_reset_command(name: Annotated[str, tyro.conf.Positional, tyro.conf.ar
 
 
 def course_diff_command(
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None, solution: bool = False
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = "all", solution: bool = False
 ) -> int:
     """Show what you changed, as a unified diff from the stub to your file.
 
     Exit codes: 0 done, also where nothing differs; 2 there is no such exercise, or nothing to compare with.
 
     Args:
-        name: A file without its ending, such as masks (default: all files).
+        name: A file without its ending, such as masks.
         solution: Compare with the reference in solutions/ instead; this shows the answer.
     """
     from a5lib.course.exercises import EXERCISES, exercise_of
     from a5lib.course.progress import difference
 
-    text = "".join(difference(exercise, solution) for exercise in ([exercise_of(name)] if name else EXERCISES))
+    text = "".join(difference(exercise, solution) for exercise in (EXERCISES if name == "all" else [exercise_of(name)]))
     print(
         text or f"Your code does not differ from {'the reference' if solution else 'the stub'}.", end="\n" * (not text)
     )
@@ -486,8 +486,13 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         code = 2
-    except NotImplementedError as error:  # a stub in starter/ that was called
-        print(f"An exercise is not written yet: {error}; A5_IMPL=auto takes the reference for it.", file=sys.stderr)
+    except NotImplementedError as error:  # a stub in starter/ that was called; PyTorch raises this error too
+        from a5lib.course.exercises import stub_called, unwritten_words
+
+        name = stub_called(error)
+        if name is None:
+            raise
+        print(f"{unwritten_words(name)}, then run this again.", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print(

@@ -253,7 +253,7 @@ def package_folder(package: str) -> Path:
     """Where `starter/` or `solutions/` lies."""
     folder = _folder(package)
     if folder is None or (package == "solutions" and not has_reference()):
-        raise MissingPackage(f"The folder {package}/ is missing; restore it with `git checkout {package}`."
+        raise MissingPackage(f"The folder {package}/ is missing; restore it with `git checkout -- {package}`."
                              if package == "starter" else
                              "The folder solutions/ is not in this version of the course; A5_IMPL=starter runs your "
                              "code alone.")  # fmt: skip

@@ -11,6 +11,7 @@ from importlib.resources import files
 from a5lib.course.checking import Result, run_checks
 from a5lib.course.exercises import (
     EXERCISES,
+    MissingPackage,
     algo_to_check,
     chosen_impl,
     exercise_of,
@@ -42,19 +43,24 @@ def check(name: str) -> None:
     print(check_in_words(name)[1])
 
 
-def check_in_words(name: str) -> tuple[bool, str]:
-    """Whether every check of an exercise passes, and what `check` says. A file that does not import does not pass.
+def check_in_words(*names: str) -> tuple[bool, str]:
+    """Whether every check of these exercises passes, and what `check` says. A file that does not import fails.
 
     Raises:
-        UserError: there is no such exercise, or A5_IMPL has no such value.
+        UserError: there is no such exercise, A5_IMPL has no such value, or `starter/` is missing.
     """
-    exercise = exercise_of(name)
     chosen_impl()
-    try:
-        results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
-        return all(r.status == "passed" for r in results), report(exercise, results)
-    except UserError as error:
-        return False, f"{exercise}: {error}"
+    passed, reports = True, []
+    for name, exercise in [(name, exercise_of(name)) for name in names]:
+        try:
+            results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
+            reports.append(report(exercise, results))
+        except MissingPackage:
+            raise
+        except UserError as error:
+            return False, str(error)
+        passed = passed and all(result.status == "passed" for result in results)
+    return passed, "\n\n".join(reports)
 
 
 def report(exercise: str, results: list[Result]) -> str:
