@@ -4,12 +4,12 @@ RUN = .venv/bin/python -m
 # A teacher's starter branch has no solutions/: nothing to check there, and the tests that it skips leave lines uncovered.
 REFERENCE = $(wildcard solutions/__init__.py)
 
-.PHONY: train test lint unit install
+.PHONY: train test lint unit notebooks install
 
 train: install
 	.venv/bin/a5 train
 
-test: lint unit
+test: lint unit notebooks
 
 lint: install
 	$(RUN) ruff check .
@@ -20,6 +20,10 @@ lint: install
 unit: install
 	OMP_NUM_THREADS=1 $(RUN) pytest -n logical --maxprocesses 4 \
 		$(if $(REFERENCE),--cov=a5lib --cov=solutions --cov-fail-under=90)
+
+# Every notebook, run by nbval on the reference and by nbclient on the stubs.
+notebooks: install
+	$(RUN) tests.notebook_tools validate
 
 install:
 	@$(PYTHON) install.py

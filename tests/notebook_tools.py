@@ -2,6 +2,7 @@
 
 - `run NAME ...`      executes notebooks on the reference and writes them tidied, as they are committed
 - `starter NAME ...`  executes them on the stubs, without writing, and says what ended in an error
+- `validate`          is what `make test` runs: nbval on the reference, from two folders; the stubs, in a path with spaces
 - `address OWNER/REPO` writes the GitHub address of your copy into the Colab badges and cells
 Without names all notebooks are meant. This file knows notebooks as data; what they teach is not its business.
 """
@@ -11,9 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,8 @@ ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 LAX = ("11_full_training",)  # these train, so their numbers change from machine to machine
 NO_COLAB = ("11_full_training",)  # needs files of its own that outlive the kernel
 ADDRESS = "YOUR_NAME/a5lib"  # no GitHub name has an underscore: nothing foreign can be fetched before you set yours
+# One thread, no progress bars, and a short training: what a test needs and a student does not.
+QUIET = {"CI": "true", "OMP_NUM_THREADS": "1", "A5_STEPS": os.environ.get("A5_STEPS", "4")}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 BADGE = (
@@ -58,7 +65,7 @@ def with_colab_cells(nb: Any, name: str, address: str = ADDRESS) -> Any:
 
 def execute(nb: Any, impl: str, folder: Path = NOTEBOOKS, allow_errors: bool = False) -> Any:
     """Run all cells in a new kernel that starts in `folder`; GPU cells (tag nbval-skip) are left as they are."""
-    env = os.environ | {"A5_IMPL": impl, "CI": "true", "OMP_NUM_THREADS": "1"}
+    env = os.environ | QUIET | {"A5_IMPL": impl}
     client = NotebookClient(
         nb,
         timeout=600,
@@ -187,8 +194,47 @@ def set_address(address: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def nbval(names: Sequence[str], *, lax: bool, cwd: Path) -> int:
+    """Compare notebooks with their stored outputs, each in a kernel of its own; returns pytest's exit code."""
+    files = [os.path.relpath(NOTEBOOKS / f"{name}.ipynb", cwd) for name in names]
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "--timeout=600", "-n", "2", "--dist", "loadfile"]
+    options += ["--nbval-sanitize-with", str(ROOT / "tests" / "sanitize.cfg")]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--nbval-lax" if lax else "--nbval", *files],
+        cwd=cwd,
+        env=os.environ | QUIET | {"A5_IMPL": "solutions"},
+    ).returncode
+
+
+def run_on_stubs(name: str, folder: Path) -> str:
+    """What one notebook says on the stubs, in one line; it ends in "no error" or names the cells with an error."""
+    began = time.perf_counter()
+    found = errors(execute(load(name), impl="starter", folder=folder, allow_errors=True))
+    return f"{name}: {time.perf_counter() - began:.0f} s, " + ("; ".join(found) or "no error")
+
+
+def validate() -> int:
+    """All that `make test` asks of the notebooks; returns the number of passes that failed."""
+    if not (ROOT / "solutions").is_dir():
+        print("The stored outputs come from solutions/, which is not here: the notebooks are not compared with them.")
+        return 0
+    strict = [name for name in ALL if name not in LAX]
+    failed = nbval(strict, lax=False, cwd=ROOT) != 0
+    failed += nbval(LAX, lax=True, cwd=ROOT) != 0
+    failed += nbval(strict, lax=False, cwd=NOTEBOOKS) != 0  # a second time, from another folder
+    with tempfile.TemporaryDirectory(prefix="my course dir ") as place, ThreadPoolExecutor(2) as pool:
+        for folder in ("notebooks", "runs"):
+            shutil.copytree(ROOT / folder, Path(place) / folder)
+        lines = list(pool.map(run_on_stubs, ALL, [Path(place) / "notebooks"] * len(ALL)))
+        print("On the stubs, in a path with spaces:", *lines, sep="\n  ")
+        failed += not all(line.endswith("no error") for line in lines)
+    return failed
+
+
 def main(arguments: list[str]) -> int:
     command, names = arguments[0], arguments[1:]
+    if command == "validate":
+        return int(validate() > 0)
     if command == "address":
         set_address(names[0])
         return 0
