@@ -2,7 +2,7 @@
 
 - `run NAME ...`      executes notebooks on the reference and writes them tidied, as they are committed
 - `starter NAME ...`  executes them on the stubs, without writing, and says what ended in an error
-- `validate`          is what `make test` runs: nbval on the reference, from two folders; the stubs, in a path with spaces
+- `validate`          is what `make test` runs: nbval on the reference from two folders, the stubs in a path with spaces
 - `address OWNER/REPO` writes the GitHub address of your copy into the Colab badges and cells
 Without names all notebooks are meant. This file knows notebooks as data; what they teach is not its business.
 """

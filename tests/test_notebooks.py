@@ -15,8 +15,9 @@ from tests import notebook_tools as tools
 
 ROOT = Path(__file__).parent.parent
 EXPECTED = [
-    "00_start_here", "01_prompting", "02_masks", "03_rewards", "04_advantages", "05_policy_gradient", "06_chunked_scoring",
-    "07_bf16_adamw", "08_train_step", "09_fitting_the_card", "10_colocated_vllm", "11_full_training", "12_variants",
+    "00_start_here", "01_prompting", "02_masks", "03_rewards", "04_advantages", "05_policy_gradient",
+    "06_chunked_scoring", "07_bf16_adamw", "08_train_step", "09_fitting_the_card", "10_colocated_vllm",
+    "11_full_training", "12_variants",
 ]  # fmt: skip
 
 
