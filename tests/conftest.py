@@ -8,6 +8,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that wait for each other on busy cores are slow
 
+import importlib
+
 import pytest
 
 from a5lib.course import load_algo
@@ -24,6 +26,11 @@ def impl():
     """The exercise functions under test: the reference, or the student's; a mixture would test neither."""
     assert IMPL in ("solutions", "starter"), f"A5_IMPL={IMPL}: tests take starter or solutions, never a mixture"
     return load_algo(IMPL)
+
+
+def given(file):
+    """A file of the exercises under test, for the helper functions that come with it."""
+    return importlib.import_module(f"{IMPL}.{file}")
 
 
 def pytest_configure(config):

@@ -6,9 +6,11 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from a5lib.course import load_algo
 from a5lib.models import load_policy
-from solutions.layer_major import embed, final_norm, part_parameters, run_layer
+from tests.conftest import IMPL, given
 
-ALGO = load_algo("solutions")
+ALGO = load_algo(IMPL)
+embed, final_norm = given("layer_major").embed, given("layer_major").final_norm
+part_parameters, run_layer = given("layer_major").part_parameters, given("layer_major").run_layer
 
 
 def small_model(dtype=torch.float64, tied=False, attention="sdpa"):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from solutions.masks import encode_prompt
+from tests.conftest import given
 from tests.fakes import TableTokenizer, WordTokenizer
+
+encode_prompt = given("masks").encode_prompt
 
 
 def test_M01_pad_equals_eos(impl):

@@ -27,8 +27,10 @@ from a5lib.models import (
     select_dtype,
     without_progress_bars,
 )
-from solutions.masks import encode_prompt as reference_encode_prompt
+from tests.conftest import given
 from tests.helpers import tiny_olmo2, tiny_tokenizer
+
+scored_prompt_ids = given("masks").encode_prompt
 
 
 def saved(folder: Path, *, vocab_size: int = 264, tied: bool = False, tokenizer=None) -> Path:
@@ -267,13 +269,13 @@ def test_M04_at_most_one_start_token_and_no_end_token(template, names, text, fro
     tokenizer = with_bos(template, **names)
     ids = encode_prompt(tokenizer, text)
     assert ids == [*front, *tokenizer.encode("p", add_special_tokens=False), *back]
-    assert ids == reference_encode_prompt(text, tokenizer), "the trainer would score other ids than the engine had"
+    assert ids == scored_prompt_ids(text, tokenizer), "the trainer would score other ids than the engine had"
 
 
 def test_M04_the_toy_prompts_are_what_the_reference_encodes() -> None:
     _, tokenizer = load_policy(device="cpu")
     for text in ("How many? 1,200.\n", "<think> 3*4=12 </think>", "<|endoftext|>x", ""):
-        assert encode_prompt(tokenizer, text) == reference_encode_prompt(text, tokenizer)
+        assert encode_prompt(tokenizer, text) == scored_prompt_ids(text, tokenizer)
 
 
 # --- folders to write, and GGUF

@@ -5,6 +5,7 @@ import pytest
 from a5lib.course import load_algo
 from a5lib.course.scripted_engine import PROMPTS, STEPS, Objection, play, scripted_pair
 from a5lib.memory import OLMO2_1B, update_ledger
+from tests.conftest import IMPL
 
 ORDER = list(STEPS)  # they are listed in an order that works
 GIB = 1 << 30
@@ -20,7 +21,7 @@ def swapped(first, second):
 
 def test_the_reference_cycle_passes_again_and_again():
     trainer, engine = scripted_pair()
-    cycle = load_algo("solutions").colocated_cycle
+    cycle = load_algo(IMPL).colocated_cycle
     for version in (1, 2, 3):
         assert cycle(trainer, engine, list(PROMPTS)) == {"version": version, "rollouts": 3}
         assert engine.ready() and trainer.card.held["trainer"] == 0
@@ -106,15 +107,17 @@ def test_old_weights_are_noticed_even_when_the_checksums_were_old_too():
     ("fault", "wrong"), [("load skips a weight", "lm_head"), ("load changes nothing", "embed_tokens")]
 )
 def test_a_load_that_lies_is_found_by_checksums(fault, wrong):
+    if load_algo(IMPL).whose["colocated_cycle"] == "unwritten":
+        pytest.skip("not written yet")  # a stub's NotImplementedError is a RuntimeError
     trainer, engine = scripted_pair(fault)
     with pytest.raises(RuntimeError, match=wrong):
-        load_algo("solutions").colocated_cycle(trainer, engine, list(PROMPTS))
+        load_algo(IMPL).colocated_cycle(trainer, engine, list(PROMPTS))
     assert not engine.ready()
 
 
 def test_the_bytes_are_the_ledgers():
     trainer, engine = scripted_pair()
-    load_algo("solutions").colocated_cycle(trainer, engine, list(PROMPTS))
+    load_algo(IMPL).colocated_cycle(trainer, engine, list(PROMPTS))
     held = {name: (on_trainer, on_engine) for name, on_trainer, on_engine in engine.card.phases}
     weights = 1_484_916_736 * 2
     assert held["wake weights"] == (0, weights)
@@ -126,4 +129,4 @@ def test_the_bytes_are_the_ledgers():
 
 def test_no_prompt_is_refused():
     with pytest.raises(ValueError, match="no prompt"):
-        load_algo("solutions").colocated_cycle(*scripted_pair(), [])
+        load_algo(IMPL).colocated_cycle(*scripted_pair(), [])

@@ -8,6 +8,7 @@ import torch
 
 from a5lib.config import ALGORITHMS
 from tests import fp64_reference
+from tests.conftest import given
 from tests.fakes import FixedLogits, WordTokenizer
 from tests.helpers import tiny_olmo2
 
@@ -344,11 +345,9 @@ def test_nothing_changes_when_a_number_is_not_finite(impl, tiny_model, word_toke
 
 
 def test_without_algo_the_package_of_the_function_is_used(tiny_model, word_tokenizer, impl):
-    import solutions
-
     other = copy.deepcopy(tiny_model)
     results = []
-    for step, model in ((solutions.grpo_train_step, tiny_model), (impl.grpo_train_step, other)):
+    for step, model in ((given("train_step").grpo_train_step, tiny_model), (impl.grpo_train_step, other)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         results.append(step(model, word_tokenizer, optimizer, 2, 1.0, *step_arguments())[0].item())
     assert results[0] == pytest.approx(results[1], abs=1e-6)
