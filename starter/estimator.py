@@ -4,10 +4,10 @@ It takes the place of `advantages.py` in a training run. The reference is leave-
 does not know the policy, its tokens or the loss.
 """
 
-from torch import Tensor
+import torch
 
 
-def estimate_advantages(raw_rewards: Tensor, group_size: int) -> Tensor:
+def estimate_advantages(raw_rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """The advantage of each response, from the rewards of its own group alone.
 
     The reference is RLOO: with r the rewards of a group of G, A_i = r_i - b_i, and b_i is the mean of the other G - 1
@@ -16,7 +16,7 @@ def estimate_advantages(raw_rewards: Tensor, group_size: int) -> Tensor:
     with the rewards when the order changes, and with rewards of 0 and 1 the expected gradient of one prompt is a
     positive multiple of the true one.
 
-    Sources: Ahmadian et al. 2024 (arXiv 2402.14740, section 2.2, RLOO); Kool, van Hoof and Welling 2019 ("Buy 4
+    Sources: Ahmadian et al. 2024 (arXiv 2402.14740); Kool, van Hoof and Welling 2019 ("Buy 4
     REINFORCE Samples, Get a Baseline for Free!"). Taught in notebook 12.
 
     Args:
@@ -29,7 +29,6 @@ def estimate_advantages(raw_rewards: Tensor, group_size: int) -> Tensor:
     Raises:
         ValueError: B is not a multiple of G, or a group of one has no others.
 
-    >>> import torch
     >>> estimate_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_size=4)
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
