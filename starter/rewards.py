@@ -58,7 +58,8 @@ def compute_rollout_rewards(
         not counted).
 
     Raises:
-        ValueError: the lists differ in length or are empty, or a reward is not finite.
+        ValueError: the lists differ in length or are empty, or a reward is not finite; then the message begins like
+        "format_reward of response 1 is not finite", with responses counted from 0.
 
     >>> rewards, metadata = compute_rollout_rewards(lambda r, t: {"reward": float(r == t)}, ["4", "5"], ["4", "4"])
     >>> rewards.tolist(), metadata["reward_mean"], metadata["reward_std"], metadata["reward_histogram"]
