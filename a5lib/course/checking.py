@@ -118,13 +118,14 @@ def expect_keys(what: str, got: Any, keys: Sequence[str]) -> None:
     """Raise `Mistake` unless `got` is a dict with these keys: the values are read afterwards."""
     if not isinstance(got, dict) or any(key not in got for key in keys):
         have = f"a dict with {', '.join(map(str, got))}" if isinstance(got, dict) else show_value(got)
-        raise Mistake(what, "any input", f"a dict with {', '.join(keys)}", have, "The function returns something else.")
+        likely = _wrong_kind(what, got, {}) or "The function returns something else."
+        raise Mistake(what, "any input", f"a dict with {', '.join(keys)}", have, likely)
 
 
 def expect_pair(what: str, got: Any) -> tuple[Any, Any]:
     """Raise `Mistake` unless `got` is a pair; returns it."""
     if not isinstance(got, tuple) or len(got) != 2:
-        likely = "The function returns two things: the values, and a dict of metadata."
+        likely = _wrong_kind(what, got, ()) or "The function returns two things: the values, and a dict of metadata."
         raise Mistake(what, "any input", "a tuple of two", show_value(got), likely)
     return got
 

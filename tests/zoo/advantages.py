@@ -110,6 +110,15 @@ FAULTS = [
         new='{"zero_variance_groups": (groups == 0).all(dim=1).float().mean().item()}',
         words="Only the groups of zeros",
     ),
+    Fault(
+        "share as a tensor", old="all_equal.float().mean().item()", new="all_equal.float().mean()", words="Python float"
+    ),
+    Fault(
+        "NaN times zero",
+        old="torch.where(all_equal, 0.0, advantages)",
+        new="advantages * ~all_equal",
+        words="Multiplying by 0 leaves NaN",
+    ),
     Fault("no metadata", old=", " + SHARE, new="", words="two things"),
     Fault(
         "groups not made flat",

@@ -98,7 +98,7 @@ FAULTS = [
         "nothing is returned",
         old='return {"input_ids": tokens[:, :-1],',
         new='batch = {"input_ids": tokens[:, :-1],',
-        words="returns something else",
+        words="is there a `return`",
     ),
     Fault(
         "joined text",

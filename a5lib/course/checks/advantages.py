@@ -206,7 +206,7 @@ def eps_is_added_to_the_divisor(algo: Algo) -> None:
 def equal_rewards(algo: Algo) -> None:
     """A group whose rewards are all equal has advantage exactly 0."""
     nan = float("nan")
-    zero_over_zero = "The result is NaN, from 0 / 0: set the advantages of such a group to 0."
+    zero_over_zero = "The result is NaN, from 0 / 0: replace it by 0. Multiplying by 0 leaves NaN."
     for normalizer in ("std", "mean"):
         expect(
             "advantages",
@@ -282,6 +282,13 @@ def zero_variance_share(algo: Algo) -> None:
             given=f"rewards {rewards}, groups of {group_size}",
             likely="Count the groups with equal rewards and divide by the number of groups.",
             mistakes=mistakes,
+        )
+        expect(
+            "the type of zero_variance_groups",
+            type(metadata["zero_variance_groups"]).__name__,
+            "float",
+            given=f"rewards {rewards}, groups of {group_size}",
+            likely="It is written to a log, so make it a Python float, with `.item()`.",
         )
 
 
