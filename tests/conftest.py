@@ -9,13 +9,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that wait for each other on busy cores are slow
 
 import importlib
+import sys
 
 import pytest
 
-from a5lib.course import load_algo
+from a5lib.course import blank, load_algo
 from a5lib.course.exercises import MissingPackage, has_reference, stub_called
 from tests.fakes import WordTokenizer
-from tests.helpers import tiny_olmo2
+from tests.helpers import FILES, read_exercise, tiny_olmo2
 
 IMPL = os.environ.get("A5_IMPL") or ("solutions" if has_reference() else "starter")
 NO_REFERENCE = "needs solutions/, which is not in this version of the course"
@@ -81,3 +82,28 @@ def tiny_tied_model():
 @pytest.fixture
 def word_tokenizer():
     return WordTokenizer()
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A copy of both packages, untouched stubs, that a test may change; they are imported from there."""
+    if not has_reference():
+        pytest.skip(NO_REFERENCE)
+    folder = tmp_path / "course"
+    for package in ("starter", "solutions"):
+        (folder / package).mkdir(parents=True)
+        for file in FILES:
+            text = read_exercise("solutions", file)
+            (folder / package / file).write_text(blank(text) if package == "starter" else text, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    for name in exercise_modules():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("A5_IMPL", raising=False)
+    yield folder
+    for name in exercise_modules():
+        del sys.modules[name]  # monkeypatch puts those of the repository back
+    importlib.invalidate_caches()
+
+
+def exercise_modules():
+    return [name for name in sys.modules if name.partition(".")[0] in ("starter", "solutions")]

@@ -1,10 +1,34 @@
-"""Small real parts for the tests: an OLMo-2 model with random weights and a byte-level tokenizer."""
+"""Small real parts for the tests: an OLMo-2 model, a byte-level tokenizer, and the files of the exercises."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
+
+from a5lib.course.stubs import BEGIN, END
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(path.name for path in (ROOT / "starter").glob("*.py"))
+
+
+def read_exercise(package: str, file: str) -> str:
+    """The text of a file of `starter/` or `solutions/`."""
+    return (ROOT / package / file).read_text(encoding="utf-8")
+
+
+def write_exercise(course: Path, file: str, name: str, region: str | None = None) -> None:
+    """Fill one function of a copied starter, as a student would: with the reference's region or with these lines."""
+    if region is None:
+        solution = read_exercise("solutions", f"{file}.py")
+        begin = solution.index("\n", solution.index(BEGIN, solution.index(f"def {name}("))) + 1
+        region = solution[begin : solution.index(f"    {END}", begin)]
+    path = course / "starter" / f"{file}.py"
+    stub = path.read_text(encoding="utf-8")
+    begin = stub.index("\n", stub.index(BEGIN, stub.index(f"def {name}("))) + 1
+    path.write_text(stub[:begin] + region + stub[stub.index(f"    {END}", begin) :], encoding="utf-8")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

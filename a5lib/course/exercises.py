@@ -263,7 +263,7 @@ def package_folder(package: str) -> Path:
 def _folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     # a folder that lost its files, but not its __pycache__, would pass for a package without an origin
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    return Path(spec.origin).parent if spec and spec.origin and os.path.exists(spec.origin) else None
 
 
 class MissingPackage(UserError):
