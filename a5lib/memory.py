@@ -26,6 +26,9 @@ EngineName = Literal["resident", "layer_major"]
 STATE_BYTES: Mapping[OptimizerState, int] = {"fp32": 12, "bf16": 4, "bf16_stochastic": 4, "bf16_kahan": 6}
 STATE_BYTES_OF_FLOAT32 = 8  # a float32 parameter always has two float32 moments
 
+# Bytes alive for each logit at the worst moment of scoring with `log_probs_from_logits`; notebook 06 counts them.
+LOGIT_BYTES = 20
+
 # In the layer-major pass the optimizer's state visits the card in buckets: one coming, one in work, one going.
 BUCKET = 1 << 22  # parameters
 BUCKETS = 3
@@ -162,8 +165,6 @@ def update_ledger(
     elif not low_memory:
         kept = tokens * hidden_state  # the last hidden state; the inputs are part of what each layer keeps
     positions = min(head_block, tokens) if low_memory else tokens
-    # four float32 tensors (shifted logits, probabilities, their product's factor, a gradient), logits and gradient
-    logit = 4 * 4 + 2 * bytes_per_weight
     return {
         "weights": on_card * bytes_per_weight,
         "gradients": on_card * bytes_per_weight,
@@ -171,7 +172,7 @@ def update_ledger(
         "gradient before it is added": max(shape.vocabulary, shape.intermediate) * shape.hidden * bytes_per_weight,
         "layer inputs": kept,
         "layer at work": layers_at_work * tokens * shape.activation_bytes_per_token(bytes_per_weight),
-        "logits": positions * shape.vocabulary * logit,
+        "logits": positions * shape.vocabulary * LOGIT_BYTES,
     }
 
 

@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from a5lib.course import load_algo
+from a5lib.course.byte_counts import peak_bytes
 from a5lib.errors import UserError
 from a5lib.memory import OLMO2_1B, TOY, host_ledger, update_ledger
 from a5lib.models import load_policy
+from solutions.layer_major import part_parameters
 
 SMALL = dataclasses.replace(TOY, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, vocabulary=10, head_size=2)
 # of SMALL: queries 4, keys 2; attention 2*4*4 + 2*4*2 = 48; feed-forward 3*4*8 = 96; norms 4 + 2 + 4 + 4 = 14;
@@ -41,7 +44,7 @@ def test_bytes_of_every_entry_of_the_resident_engine():
         "layer inputs": 3 * 10 * 4 * 2,  # two layers and the head, 2 x 5 tokens, 4 numbers of 2 bytes
         # a token: 2 bytes * (2*4 + 2*4 + 2*2 + 4*8 = 52) + 4 bytes * (4*4 + 2*4 + 2*2 + 4 + 2 = 34) = 240
         "layer at work": 10 * 240,
-        "logits": 3 * 10 * 20,  # 3 positions, 10 tokens, 4 float32 tensors and 2 of bf16
+        "logits": 3 * 10 * 20,  # 3 positions, 10 tokens, 20 bytes
     }
 
 
@@ -120,3 +123,41 @@ def test_a_layers_activations_are_those_that_autograd_keeps(dtype):
     counted = saved_bytes(lambda: layer(hidden, position_embeddings=places), model.parameters())
     counted -= sum(t.untyped_storage().nbytes() for t in places)  # one table for all layers
     assert counted == 2 * 64 * TOY.activation_bytes_per_token(dtype.itemsize)
+
+
+PASSES = {
+    "plain": {"low_memory": False},
+    "recomputed": {},
+    "layer by layer": {"engine": "layer_major"},
+}
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_the_prediction_bounds_what_an_update_of_the_toy_takes(way):
+    model, _ = load_policy("toy")
+    algo = load_algo("solutions")
+    parts = torch.randint(2, 832, (8, 65), generator=torch.Generator().manual_seed(0)).split(2)
+    ids, labels = [p[:, :-1] for p in parts], [p[:, 1:] for p in parts]
+    if way == "recomputed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+
+    def loss_of(hidden, m):
+        if way == "plain":
+            return -algo.log_probs_from_logits(model.lm_head(hidden), labels[m])["log_probs"].mean()
+        return -algo.log_probs_in_blocks(hidden, model.lm_head.weight, labels[m])["log_probs"].mean()
+
+    def drop(name):
+        for parameter in part_parameters(model, name):
+            parameter.grad = None
+
+    def run():
+        if way == "layer by layer":
+            algo.layer_major_backward(model, ids, loss_of, drop)
+        else:
+            for m in range(len(ids)):
+                loss_of(model.model(ids[m], use_cache=False).last_hidden_state, m).backward()
+
+    ledger = update_ledger(TOY, sequences=8, length=64, microbatch=2, bytes_per_weight=4, **PASSES[way])
+    made = sum(size for name, size in ledger.items() if name not in ("weights", "optimizer state"))
+    assert 0.7 * made < peak_bytes(run) < 1.02 * made
