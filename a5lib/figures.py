@@ -28,6 +28,7 @@ __all__ = [
 
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--", "||", "**")
 GREY = "0.35"
+FAR = 10  # a budget this many times the total is named, not drawn
 
 NORMALIZERS = {  # title -> baseline and normaliser
     "(r - mean) / std\ngrpo": ("mean", "std"),
@@ -64,6 +65,8 @@ def advantage_figure(algo: Any, rewards: Sequence[float] | Tensor) -> Picture:
             ax.set_xlim(-0.7, len(values) - 0.3)
             try:
                 advantages = _advantages(algo, values, baseline, normalizer)
+            except UserError:
+                raise
             except ValueError as error:  # a group of one
                 ax.text(0.5, 0.5, _wrapped(str(error)), transform=ax.transAxes, ha="center", va="center", fontsize=8)
                 continue
@@ -229,7 +232,7 @@ def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Pictu
 
     Args:
         ledger: bytes by name, as `a5lib.memory.update_ledger` gives them.
-        budget: of the card, in bytes; drawn as a line.
+        budget: of the card, in bytes; drawn as a line, or named where it lies far beyond the stack.
 
     Raises:
         UserError: an empty ledger, or bytes that are not a number of at least 0.
@@ -238,13 +241,15 @@ def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Pictu
     total = sum(ledger.values())
     if budget is not None:
         _check_bytes({"budget": budget})
-    unit, name = _unit(max(total, budget or 0))
+    far = budget is not None and budget > FAR * max(total, 1)  # the bars would be too narrow to see
+    largest = total if budget is None or far else max(total, budget)
+    unit, name = _unit(largest)
     with look():
         figure = Picture(figsize=(9, 1.3 + 0.33 * (len(ledger) + 1)), layout="constrained")
         ax = figure.subplots()
         verdict = "" if budget is None else f"; it {'fits' if total <= budget else 'does not fit'} into {_size(budget)}"
         label(ax, f"Predicted: {_size(total)} on the card{verdict}", name, "")
-        reach = 1.2 * max(total, budget or 0, 1) / unit
+        reach = 1.2 * max(largest, 1) / unit
         base = 0.0
         for i, size in enumerate(ledger.values()):
             style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)],
@@ -262,7 +267,10 @@ def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Pictu
         ax.invert_yaxis()
         ax.grid(visible=False, axis="y")
         ax.set_xlim(0, reach)
-        if budget is not None:
+        if far:
+            ax.annotate("budget \N{RIGHTWARDS ARROW}", (1, 0), (-3, 2), xycoords="axes fraction", ha="right",
+                        textcoords="offset points", fontsize=8)  # fmt: skip
+        elif budget is not None:
             ax.axvline(budget / unit, color="black", linestyle=DASHED, linewidth=1.4, zorder=1.5)
             ax.annotate("budget", (budget / unit, 0), (3, 2), xycoords=("data", "axes fraction"),
                         textcoords="offset points", fontsize=8)  # fmt: skip

@@ -18,6 +18,7 @@ from a5lib.records import Completion, Problem, Rollout
 ColorBy = Literal["mask", "log_prob", "entropy"]
 LOWEST_LOG_PROB = -4.0  # and below: the darkest colour; the probability is under 2 %
 HIGHEST_ENTROPY = 2.0  # nats, and above: the darkest colour
+DARKEST = 0.7  # opacity: black text stays legible on it
 UNSURE = math.log(0.5)  # sampled tokens with a probability below one half are underlined
 HUES = {"mask": "63,144,218", "log_prob": "255,169,14", "entropy": "131,45,182"}  # petroff10's blue, orange, purple
 
@@ -107,7 +108,7 @@ def rollout_html(
     spans.append("<br>")
     for at, i in enumerate(ids):
         title = f"response token {i}, mask 1"
-        strength, underline = 0.35, True
+        strength, underline = 0.5, True
         if at < len(log_probs):
             title += f", log-probability {log_probs[at]:.2f} nats (probability {math.exp(log_probs[at]):.1%})"
         if entropy is not None:
@@ -148,7 +149,7 @@ def _token(tokenizer: Any, token_id: int) -> str:
 
 
 def _span(text: str, title: str, hue: str, strength: float, underline: bool) -> str:
-    style = f"background:rgba({hue},{strength:.2f})" + (";border-bottom:2px solid #000" if underline else "")
+    style = f"background:rgba({hue},{DARKEST * strength:.2f})" + (";border-bottom:2px solid #000" if underline else "")
     shown = html.escape(text).replace("\n", "↵<br>")
     return f'<span title="{html.escape(title)}" style="{style};border-right:1px solid #ddd">{shown}</span>'
 
@@ -156,10 +157,10 @@ def _span(text: str, title: str, hue: str, strength: float, underline: bool) -> 
 def _legend(color_by: ColorBy) -> str:
     hue = HUES[color_by]
     if color_by == "mask":
-        parts = [_span("response, mask 1", "", hue, 0.35, True), _span("prompt, mask 0", "", "0,0,0", 0.0, False)]
+        parts = [_span("response, mask 1", "", hue, 0.5, True), _span("prompt, mask 0", "", "0,0,0", 0.0, False)]
         return "Colour: response mask. " + " ".join(parts)
     darkest = LOWEST_LOG_PROB if color_by == "log_prob" else HIGHEST_ENTROPY
-    boxes = "".join(_span(f" {darkest * k / 4:g} ", "", hue, k / 4, False) for k in range(5))
+    boxes = "".join(_span(f" {darkest * k / 4 + 0.0:g} ", "", hue, k / 4, False) for k in range(5))
     if color_by == "entropy":
         return f"Colour: entropy in nats, {boxes} or more."
     return f"Colour: log-probability in nats, {boxes} or less; underlined: probability below one half."

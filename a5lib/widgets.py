@@ -283,6 +283,9 @@ class LiveBoard:
         words, picture = w.HTML(), w.Image(format="png")
         button = w.Button(description="Stop after this step", icon="stop", layout=w.Layout(width="auto"))
         button.on_click(lambda pressed: setattr(self.stop, "requested", True))
+        # ipykernel 7.4 hands a click to the thread that last spoke to the button: to this one, which trains. Without
+        # its note of that, the click goes where JupyterLab sends it, to a thread that is free.
+        getattr(button.comm, "__dict__", {}).pop("_reply_subshell_id", None)
         note = w.HTML("If the button does not answer, press the notebook's own stop button (■) once.")
         box = w.VBox([words, w.HBox([button, note])])
 
