@@ -11,7 +11,7 @@ import dataclasses
 import io
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +153,150 @@ def load_run(run_dir: Path, index: int) -> Run:
         metrics=[metrics[step] for step in sorted(metrics)],
         evaluations=[evaluations[key] for key in sorted(evaluations)],
     )
+
+
+# --- several seeds of several methods
+
+
+def plot_seeds(accuracies: Mapping[str, Sequence[float]], title: str = "") -> Picture:
+    """A row for each method: a dot for each seed, the range as a line, the mean as a bar. Taught in notebook 12.
+
+    Args:
+        accuracies: method -> accuracy of each seed, as shares. The first method stands at the top.
+        title: over the figure.
+
+    Raises:
+        UserError: there are no methods, or one has no seeds.
+    """
+    _check_rows(accuracies)
+    with look():
+        figure = Picture(figsize=(7, 0.9 + 0.32 * len(accuracies)), layout="constrained")
+        ax = figure.subplots()
+        for row, values in enumerate(accuracies.values()):
+            percent = [100 * value for value in values]
+            ax.plot([min(percent), max(percent)], [row, row], SOLID, color=COLORS[0], linewidth=1.2, zorder=1)
+            ax.plot(percent, [row] * len(percent), "o", color=COLORS[0], fillstyle="none", markersize=6, zorder=2)
+            ax.plot(
+                [statistics.fmean(percent)], [row], "|", color=COLORS[1], markersize=16, markeredgewidth=3, zorder=3
+            )
+        _rows(ax, accuracies, title, "accuracy (%)")
+        ax.legend(
+            handles=[
+                Line2D([], [], color=COLORS[0], marker="o", fillstyle="none", label="one seed, and their range"),
+                Line2D([], [], color=COLORS[1], marker="|", markersize=12, markeredgewidth=3, ls="", label="mean"),
+            ],
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False,
+        )  # fmt: skip
+    return figure
+
+
+def plot_differences(differences: Mapping[str, tuple[float, float, float]], than: str, title: str = "") -> Picture:
+    """A row for each method: its difference from another, with an interval, and a line at 0. Taught in notebook 12.
+
+    Args:
+        differences: method -> (difference, lower end, upper end), as shares: what `paired_bootstrap` gives. A filled
+            mark means that the interval leaves out 0.
+        than: the method that all are compared with.
+        title: over the figure.
+
+    Raises:
+        UserError: there are no methods.
+    """
+    _check_rows(differences)
+    with look():
+        figure = Picture(figsize=(7, 0.9 + 0.32 * len(differences)), layout="constrained")
+        ax = figure.subplots()
+        ax.axvline(0, color="0.4", linestyle=DASHED, linewidth=1.2)
+        for row, (middle, low, high) in enumerate(differences.values()):
+            fill = "full" if low > 0 or high < 0 else "none"
+            ax.errorbar([100 * middle], [row], xerr=[[100 * (middle - low)], [100 * (high - middle)]], fmt="o",
+                        color=COLORS[0], fillstyle=fill, markersize=6, capsize=4, linewidth=1.4)  # fmt: skip
+        _rows(ax, differences, title, f"accuracy minus that of {than} (percentage points)")
+    return figure
+
+
+def plot_learning_rates(panels: Mapping[str, Mapping[str, Mapping[float, float]]]) -> Picture:
+    """Accuracy against the learning rate, a line for each method; its best rate is ringed. Taught in notebook 12.
+
+    Args:
+        panels: title -> method -> learning rate -> accuracy, as a share.
+
+    Raises:
+        UserError: there are no panels, or one has no methods.
+    """
+    _check_rows(panels)
+    with look():
+        figure = Picture(figsize=(4.4 * len(panels), 3.8), layout="constrained")
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+        for ax, (title, methods) in zip(axes.flat, panels.items(), strict=True):
+            _check_rows(methods)
+            for i, (name, points) in enumerate(methods.items()):
+                xs, best = sorted(points), max(points, key=lambda x: points[x])
+                color, style = COLORS[i % len(COLORS)], (SOLID, DASHED, DOTTED)[i % 3]
+                ax.plot(xs, [100 * points[x] for x in xs], style, color=color, marker=MARKERS[i % len(MARKERS)],
+                        markersize=5, linewidth=1.4, label=name)  # fmt: skip
+                ax.plot([best], [100 * points[best]], "o", color=color, fillstyle="none", markersize=12)
+            ax.set_xscale("log")
+            ticks = sorted({x for points in methods.values() for x in points})
+            ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            ax.minorticks_off()
+            label(ax, title, "learning rate", "accuracy (%)")
+            _percent(ax)
+            ax.legend(loc="lower left")
+    return figure
+
+
+def plot_groups(groups: Mapping[str, Sequence[Path]], metrics: Mapping[str, str], log_scale: bool = False) -> Picture:
+    """A panel for each metric: the mean over the runs of each group, and their range as a band. Taught in notebook 12.
+
+    Args:
+        groups: name -> the folders of its runs, such as one for each seed.
+        metrics: name of a metric -> label of its axis, with the unit.
+        log_scale: logarithmic axes for the metrics; only values above 0 are drawn then.
+
+    Raises:
+        UserError: a run has no records, or there is nothing to draw.
+    """
+    _check_rows(groups)
+    _check_rows(metrics)
+    runs = {name: [load_run(Path(folder), i) for folder in folders] for i, (name, folders) in enumerate(groups.items())}
+    with look():
+        figure = Picture(figsize=(4.2 * len(metrics), 3.6), layout="constrained")
+        axes = figure.subplots(1, len(metrics), squeeze=False)
+        for ax, (metric, words) in zip(axes.flat, metrics.items(), strict=True):
+            for i, group in enumerate(runs.values()):
+                by_step: dict[int, list[float]] = {}
+                for run in group:
+                    for step, value in zip(*run.series(metric), strict=True):
+                        by_step.setdefault(step, []).append(value)
+                steps = [step for step in sorted(by_step) if not log_scale or min(by_step[step]) > 0]
+                color = group[0].color
+                ax.plot(steps, [statistics.fmean(by_step[s]) for s in steps], (SOLID, DASHED, DOTTED)[i % 3],
+                        color=color, marker=group[0].marker, markevery=5, markersize=4, linewidth=1.4)  # fmt: skip
+                ax.fill_between(steps, [min(by_step[s]) for s in steps], [max(by_step[s]) for s in steps], color=color,
+                                alpha=0.15, linewidth=0)  # fmt: skip
+            if log_scale:
+                ax.set_yscale("log")
+            _finish(ax, "", words)
+        handles = [
+            Line2D([], [], color=group[0].color, marker=group[0].marker, linestyle=(SOLID, DASHED, DOTTED)[i % 3],
+                   markersize=4, label=name)
+            for i, (name, group) in enumerate(runs.items())
+        ]  # fmt: skip
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(handles)))
+    return figure
+
+
+def _check_rows(rows: Mapping[str, Any]) -> None:
+    if not rows or not all(len(row) for row in rows.values()):
+        raise UserError("There is nothing to draw; give at least one name with at least one value.")
+
+
+def _rows(ax: Axes, names: Iterable[str], title: str, xlabel: str) -> None:
+    names = list(names)
+    label(ax, title, xlabel, "")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)  # the first one at the top
 
 
 # --- panels

@@ -144,3 +144,53 @@ def test_every_phase_that_the_loop_logs_is_drawn():
 def test_pyplot_is_not_touched():
     code = "import sys, a5lib.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_seeds_are_dots_in_percent_with_their_mean(make_run):
+    figure = plots.plot_seeds({"grpo": [0.5, 0.75, 1.0], "rft": [0.25]})
+    (ax,) = figure.axes
+    lines = drawn(ax)
+    assert lines[1] == ([50, 75, 100], [0, 0, 0]) and lines[2] == ([75], [0]), "dots and mean of the first method"
+    assert lines[4] == ([25], [1])
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["grpo", "rft"] and "%" in ax.get_xlabel()
+    assert ax.yaxis_inverted(), "the first method stands at the top"
+
+
+def test_differences_are_filled_where_the_interval_leaves_out_zero():
+    figure = plots.plot_differences({"rft": (0.05, 0.03, 0.08), "maxrl": (-0.03, -0.07, 0.01)}, than="grpo")
+    marks = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert [m.get_fillstyle() for m in marks] == ["full", "none"]
+    assert [m.get_xdata()[0] for m in marks] == pytest.approx([5, -3]) and "grpo" in figure.axes[0].get_xlabel()
+    bars = figure.axes[0].collections[0].get_segments()[0][:, 0]
+    assert list(bars) == pytest.approx([3, 8])
+
+
+def test_learning_rates_are_sorted_and_the_best_is_ringed():
+    figure = plots.plot_learning_rates({"on-policy": {"grpo": {1e-3: 0.5, 1e-4: 0.75}}, "off": {"cispo": {1e-4: 0.1}}})
+    line, ring = drawn(figure.axes[0])
+    assert line == ([1e-4, 1e-3], [75, 50]) and ring == ([1e-4], [75])
+    assert len(figure.axes) == 2 and figure.axes[0].get_xscale() == "log"
+
+
+def test_groups_show_mean_and_range_over_their_runs(make_run):
+    seeds = [make_run(f"a{i}", [metrics(1, entropy=e), metrics(2, entropy=2 * e)]) for i, e in enumerate((0.1, 0.3))]
+    figure = plots.plot_groups({"a": seeds, "b": seeds[:1]}, {"entropy": "nats a token", "loss": "not there"})
+    ax = figure.axes[0]
+    assert drawn(ax)[0] == ([1, 2], pytest.approx([0.2, 0.4])) and ax.get_ylabel() == "nats a token"
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.1, 0.6))
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_on_a_logarithmic_axis_zeros_are_left_out(make_run):
+    run = make_run("a", [metrics(1, entropy=0.0), metrics(2, entropy=0.5)])
+    assert drawn(plots.plot_groups({"a": [run]}, {"entropy": "nats"}, log_scale=True).axes[0])[0] == ([2], [0.5])
+
+
+@pytest.mark.parametrize("draw", [
+    lambda: plots.plot_seeds({"grpo": []}), lambda: plots.plot_differences({}, "grpo"),
+    lambda: plots.plot_learning_rates({"on-policy": {}}), lambda: plots.plot_groups({}, {"entropy": "nats"}),
+])  # fmt: skip
+def test_nothing_to_draw_is_a_sentence(draw):
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw()
