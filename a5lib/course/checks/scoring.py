@@ -56,6 +56,11 @@ class Bigrams(torch.nn.Module):
         return SimpleNamespace(logits=self.table[input_ids])
 
 
+def looks_like_logits(tensor: Tensor) -> bool:
+    """[..., V], and no view: the head's weight transposed is one."""
+    return tensor.ndim > 1 and tensor.shape[-1] == VOCABULARY and tensor._base is None
+
+
 @contextmanager
 def rows_of_logits() -> Iterator[list[int]]:
     """Collects how many rows of logits each tensor had that came to be, forward and backward."""
@@ -66,7 +71,7 @@ def rows_of_logits() -> Iterator[list[int]]:
             self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == VOCABULARY:
+            if isinstance(result, Tensor) and looks_like_logits(result):
                 rows.append(result.numel() // VOCABULARY)
             return result
 
@@ -80,7 +85,7 @@ def kept_logits() -> Iterator[list[int]]:
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.ndim > 1 and tensor.shape[-1] == VOCABULARY:
+        if looks_like_logits(tensor):
             kept.append(tensor.numel())
         return tensor
 
@@ -88,7 +93,9 @@ def kept_logits() -> Iterator[list[int]]:
         yield kept
 
 
-def expect_gradient(scored: Tensor, given: str) -> None:
+def expect_gradient(scored: Any, given: str) -> None:
+    if not isinstance(scored, Tensor):
+        expect("log_probs", scored, torch.zeros(0), given=given, likely="")
     likely = "The result was detached, or computed under no_grad: training needs its gradient."
     expect("log_probs.requires_grad", scored.requires_grad, True, given=given, likely=likely)
 
