@@ -13,6 +13,7 @@ import subprocess
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,7 +36,7 @@ from a5lib.course.exercises import (
     package_folder,
     starter_text,
 )
-from a5lib.course.stubs import blank
+from a5lib.course.stubs import BEGIN, blank
 from a5lib.errors import UserError
 
 RUN_FILES = ("config.json", "environment.json", "metrics.jsonl", "evaluations.jsonl", "command.txt", "curves.png")
@@ -136,18 +137,23 @@ def stub_of(exercise: str) -> str:
     if has_reference():
         return blank((package_folder("solutions") / f"{exercise}.py").read_text(encoding="utf-8"))
     for text in _committed(exercise):
-        try:
-            if blank(text) == text:
+        with suppress(UserError):
+            if blank(text) == text and _is_whole(exercise, text):
                 return text
-        except UserError:
-            continue
-    try:
-        return blank(starter_text(exercise))
-    except UserError as error:
-        raise UserError(
-            f"There is no stub to go back to: solutions/ is not here, git has none of starter/{exercise}.py, and the "
-            f"file itself does not help ({str(error).rstrip('.')}); ask your teacher for it."
-        ) from error
+    with suppress(UserError):
+        text = blank(starter_text(exercise))
+        if _is_whole(exercise, text):
+            return text
+    raise UserError(
+        f"There is no stub to go back to: solutions/ is not here, git has none of starter/{exercise}.py, and a region "
+        "is missing in the file itself; ask your teacher for it."
+    )
+
+
+def _is_whole(exercise: str, text: str) -> bool:
+    """Whether a text has a region for each function of the exercise."""
+    names = EXERCISES[exercise]
+    return text.count(BEGIN) == len(names) and all(f"def {name}(" in text for name in names)
 
 
 def _committed(exercise: str) -> Iterator[str]:
