@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -26,7 +27,7 @@ TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 # What a run or a user makes, so that it is named here and is not in the repository.
 GENERATED = re.compile(
-    r"\.venv(/.*)?|data(/.*)?|runs/(first|ALGORITHM-seedN-TIME)(/.*)?|metrics\.jsonl|tuning\.jsonl|first\.png|curves\.png"
+    r"\.venv(/.*)?|data(/.*)?|runs/(first|ALGORITHM-seedN-TIME)(/.*)?|metrics\.jsonl|status\.json|tuning\.jsonl|first\.png|curves\.png"
 )
 PATH = re.compile(r"[\w.\-]+(/[\w.\-]+)*/?")
 ENDINGS = (".py", ".md", ".txt", ".toml", ".yml", ".json", ".jsonl", ".png", "/")
@@ -126,6 +127,7 @@ def test_the_bad_inputs_get_the_printed_sentences(command, answer):
 @both
 def test_every_inline_command_and_flag_exists(page):
     fields = {f.name for target in FLAGS.values() for f in dataclasses.fields(target)}
+    fields |= {name for command in COMMANDS.values() for name in inspect.signature(command).parameters}
     known = {flag(name) for name in fields} | {flag(f"no_{name}") for name in fields} | {"--help"}
     for code in inline_code(page):
         words = code.split()
@@ -206,6 +208,7 @@ def test_the_chinese_metrics_table_has_the_same_names_in_the_same_order():
     assert all(len(row) == 2 and re.search("[\u4e00-\u9fff]", row[1]) for row in rows)
 
 
+@pytest.mark.reference  # it names files of solutions/
 @both
 def test_every_path_exists(page):
     for code in inline_code(page):
@@ -234,6 +237,7 @@ def tree(page):
     return paths
 
 
+@pytest.mark.reference
 @both
 def test_the_file_tree_is_complete(page):
     paths = tree(page)
