@@ -313,7 +313,9 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
             ax.axvline(i + 1, color="0.8", linewidth=0.6, zorder=0)
         if budget is not None:
             ax.axhline(budget / unit, color="black", linestyle=DASHED, label=f"budget {_size(budget)}")
-        ax.set_xticks([i + 0.5 for i in range(len(phases))], [_wrapped(name, max(6, 100 // len(phases))) for name, *_ in phases])
+        ax.set_xticks(
+            [i + 0.5 for i in range(len(phases))], [_wrapped(name, max(6, 100 // len(phases))) for name, *_ in phases]
+        )
         ax.set_xlim(0, len(phases))
         ax.set_ylim(0, 1.15 * max(*totals, budget or 0, 1) / unit)
         figure.legend(loc="outside lower center", ncols=3)
