@@ -215,7 +215,7 @@ def run_on_stubs(name: str, folder: Path) -> str:
 
 def validate() -> int:
     """All that `make test` asks of the notebooks; returns the number of passes that failed."""
-    if not (ROOT / "solutions").is_dir():
+    if not (ROOT / "solutions" / "__init__.py").exists():  # git leaves the folder where __pycache__ lies in it
         print("The stored outputs come from solutions/, which is not here: the notebooks are not compared with them.")
         return 0
     strict = [name for name in ALL if name not in LAX]

@@ -68,7 +68,7 @@ def test_float64_gradients_are_those_of_the_plain_backward_pass(tied, attention)
     loss_of = loss_of_labels(model, batches, rows=6)
     right_loss, right = plain_gradients(model, batches, loss_of)
     model.zero_grad()
-    loss = load_algo("solutions").layer_major_backward(model, batches, loss_of)
+    loss = ALGO.layer_major_backward(model, batches, loss_of)
     assert abs(loss - right_loss) < 1e-12 and not loss.requires_grad
     for name, parameter in model.named_parameters():
         scale = right[name].abs().max()
@@ -82,7 +82,7 @@ def test_float32_gradients_of_the_toy_model_are_the_same_bits():
     loss_of = loss_of_labels(model, batches, rows=6)
     _, right = plain_gradients(model, batches, loss_of)
     model.zero_grad()
-    load_algo("solutions").layer_major_backward(model, batches, loss_of)
+    ALGO.layer_major_backward(model, batches, loss_of)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, right[name]), f"{name} was summed in another order"
 
@@ -102,7 +102,7 @@ def test_a_part_that_is_reported_done_gets_no_more_gradient(tied):
         for parameter in part_parameters(model, part):
             on_host[names[id(parameter)]], parameter.grad = parameter.grad, None
 
-    load_algo("solutions").layer_major_backward(model, batches, loss_of, send)
+    ALGO.layer_major_backward(model, batches, loss_of, send)
     assert done == ["head", "layer 2", "layer 1", "layer 0", "embedding"]
     assert all(p.grad is None for p in model.parameters()), "a gradient came after its part was reported"
     assert on_host.keys() == right.keys(), "a parameter belongs to no part"
@@ -115,7 +115,7 @@ def test_gradients_are_added_to_those_that_are_there():
     batches = uneven_batches()
     loss_of = loss_of_labels(model, batches, rows=6)
     _, right = plain_gradients(model, batches, loss_of)
-    load_algo("solutions").layer_major_backward(model, batches, loss_of)
+    ALGO.layer_major_backward(model, batches, loss_of)
     assert torch.allclose(model.model.norm.weight.grad, 2 * right["model.norm.weight"])
 
 
@@ -130,4 +130,4 @@ def test_the_given_steps_are_the_models_forward_pass():
 
 def test_no_microbatch_is_refused():
     with pytest.raises(ValueError, match="no microbatch"):
-        load_algo("solutions").layer_major_backward(small_model(), [], lambda hidden, m: hidden.sum())
+        ALGO.layer_major_backward(small_model(), [], lambda hidden, m: hidden.sum())

@@ -26,6 +26,8 @@ from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.runlog import read_config, read_jsonl
 from a5lib.training import StopRequest, due, stop_between_steps, stream_seed, train
 
+pytestmark = pytest.mark.reference  # the loop is tested, on the reference
+
 SMALL = TrainConfig(
     num_steps=3, rollout_batch_size=16, group_size=4, max_tokens=48, train_examples=16, val_examples=3, eval_samples=2,
     eval_every=2, save_every=1, device="cpu",
