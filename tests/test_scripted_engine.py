@@ -19,7 +19,6 @@ def swapped(first, second):
     return [{first: second, second: first}.get(step, step) for step in ORDER]
 
 
-@pytest.mark.reference
 def test_the_reference_cycle_passes_again_and_again():
     trainer, engine = scripted_pair()
     cycle = load_algo(IMPL).colocated_cycle
@@ -104,7 +103,6 @@ def test_old_weights_are_noticed_even_when_the_checksums_were_old_too():
         trainer.update(rollouts)
 
 
-@pytest.mark.reference
 @pytest.mark.parametrize(
     ("fault", "wrong"), [("load skips a weight", "lm_head"), ("load changes nothing", "embed_tokens")]
 )
@@ -117,7 +115,6 @@ def test_a_load_that_lies_is_found_by_checksums(fault, wrong):
     assert not engine.ready()
 
 
-@pytest.mark.reference
 def test_the_bytes_are_the_ledgers():
     trainer, engine = scripted_pair()
     load_algo(IMPL).colocated_cycle(trainer, engine, list(PROMPTS))
@@ -130,7 +127,6 @@ def test_the_bytes_are_the_ledgers():
     assert max(sum(pair) for pair in held.values()) < engine.card.size < held["generate"][1] + held["update"][0]
 
 
-@pytest.mark.reference
 def test_no_prompt_is_refused():
     with pytest.raises(ValueError, match="no prompt"):
         load_algo(IMPL).colocated_cycle(*scripted_pair(), [])
