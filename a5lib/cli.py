@@ -424,7 +424,7 @@ def course_submit_command(output: Path = Path("a5-submission.zip"), runs: tuple[
 
     Args:
         output: File to write; it must not exist.
-        runs: Run folders (default: all those below runs/).
+        runs: Run folders (default: those below runs/ in which your code ran).
     """
     from a5lib.course.progress import submit
 

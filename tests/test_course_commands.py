@@ -215,6 +215,8 @@ def test_submit_packs_code_notebooks_logs_and_results(there: Path) -> None:
     (there / "starter" / "masks.py.old-1").write_text("old")
     make_run(there / "runs" / "study" / "seed0")
     make_run(there / "runs" / "first")
+    reference = make_run(there / "runs" / "of-the-course")
+    (reference / "environment.json").write_text('{"exercise_code": "0 of 19 yours"}')  # nothing of the student's
     result = a5("course submit")
     assert result.code == 0, result.err
     assert "Wrote a5-submission.zip" in result.out

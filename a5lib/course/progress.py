@@ -231,7 +231,7 @@ def submit(output: Path, runs: Sequence[Path] = ()) -> list[str]:
 
     Args:
         output: file to write; it must not exist.
-        runs: run folders; none: all those below `runs/`.
+        runs: run folders; none: those below `runs/` in which code of the student's ran.
 
     Returns:
         The names in the zip.
@@ -272,7 +272,8 @@ def run_logs(folder: Path, runs: Sequence[Path]) -> dict[str, bytes]:
     """The small records of run folders, by their names in the zip."""
     below = folder / "runs"
     found = list(runs) or sorted({path.parent.resolve() for place in (below, Path("runs"))
-                                  for path in place.rglob("environment.json")})  # fmt: skip
+                                  for path in place.rglob("environment.json")
+                                  if not (_exercise_code(path.read_bytes()) or "").startswith("0 of ")})  # fmt: skip
     logs: dict[str, bytes] = {}
     for run in found:
         if not (run / "environment.json").is_file():

@@ -291,17 +291,18 @@ def scripted_pair(fault: Fault = "none") -> tuple[ScriptedTrainer, ScriptedEngin
     return trainer, ScriptedEngine(card, trainer, fault)
 
 
+# In the order of the alphabet, which is no order of play.
 STEPS: dict[str, Callable[[ScriptedTrainer, ScriptedEngine, dict[str, Any]], None]] = {
     "generate": lambda trainer, engine, memory: memory.update(rollouts=list(engine.generate(PROMPTS))),
+    "load weights": lambda trainer, engine, memory: engine.load_weights(trainer.weights()),
+    "release card": lambda trainer, engine, memory: trainer.release_card(),
+    "reset prefix cache": lambda trainer, engine, memory: engine.reset_prefix_cache(),
     "sleep": lambda trainer, engine, memory: engine.sleep(level=2),
     "take card": lambda trainer, engine, memory: trainer.take_card(),
     "update": lambda trainer, engine, memory: memory.update(metrics=trainer.update(memory.get("rollouts", []))),
-    "release card": lambda trainer, engine, memory: trainer.release_card(),
-    "wake weights": lambda trainer, engine, memory: engine.wake_up(["weights"]),
-    "load weights": lambda trainer, engine, memory: engine.load_weights(trainer.weights()),
     "verify": lambda trainer, engine, memory: _verify(trainer, engine),
     "wake kv_cache": lambda trainer, engine, memory: engine.wake_up(["kv_cache"]),
-    "reset prefix cache": lambda trainer, engine, memory: engine.reset_prefix_cache(),
+    "wake weights": lambda trainer, engine, memory: engine.wake_up(["weights"]),
 }
 
 
