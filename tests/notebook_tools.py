@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 LAX = ("11_full_training",)  # these train, so their numbers change from machine to machine
-NO_COLAB = ("11_full_training",)  # needs files of its own that outlive the kernel
 ADDRESS = "YOUR_NAME/a5lib"  # no GitHub name has an underscore: nothing foreign can be fetched before you set yours
 # One thread, no progress bars, and a short training: what a test needs and a student does not.
 QUIET = {"CI": "true", "OMP_NUM_THREADS": "1", "A5_STEPS": os.environ.get("A5_STEPS", "4")}
@@ -56,8 +55,6 @@ if "google.colab" in sys.modules:  # only in Colab: fetch the course and install
 
 def with_colab_cells(nb: Any, name: str, address: str = ADDRESS) -> Any:
     """The notebook with the badge and the Colab cell after its header."""
-    if name in NO_COLAB:
-        return nb
     badge = nbformat.v4.new_markdown_cell(BADGE.format(address=address, name=name))
     nb.cells[1:1] = [badge, nbformat.v4.new_code_cell(COLAB.format(address=address))]
     return nb

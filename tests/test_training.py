@@ -160,7 +160,7 @@ def test_the_first_thing_after_resume_is_a_sync_of_the_restored_weights(tmp_path
 def test_the_run_folder_holds_what_the_readme_lists(tmp_path: Path) -> None:
     summary = run(small(tmp_path / "run", num_steps=2, log_rollouts_every=2))
     folder = summary.run_dir
-    assert (summary.finished, summary.step, summary.whose) == (True, 2, "0 of 12 yours")
+    assert (summary.finished, summary.step, summary.whose) == (True, 2, "0 of 19 yours")
     names = {str(p.relative_to(folder)) for p in folder.rglob("*")}
     assert {"config.json", "environment.json", "command.txt", "metrics.jsonl", "evaluations.jsonl",
             "rollouts/step-000001.jsonl", "rollouts/step-000002.jsonl", "model/model.safetensors",
