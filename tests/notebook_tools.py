@@ -25,6 +25,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
+from a5lib.course.exercises import EXERCISES, load_algo
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -180,6 +182,19 @@ def errors(nb: Any) -> list[str]:
     ]
 
 
+def quiet_checks(nb: Any) -> list[str]:
+    """The cells with a check of an unwritten function that do not say what is to be written, in words."""
+    unwritten = {name for name, whose in load_algo("starter").whose.items() if whose == "unwritten"}
+    found = []
+    for cell in nb.cells:
+        for name in re.findall(r'^check\("(\w+)"\)', cell.source, re.MULTILINE) if cell.cell_type == "code" else []:
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            for function in unwritten & set(EXERCISES.get(name, (name,))):
+                if f"○ {function} is not written yet. In starter/" not in said:
+                    found.append(f'check("{name}") does not say what to write for {function}')
+    return found
+
+
 def set_address(address: str) -> None:
     """Write the GitHub address, OWNER/REPO, into badges and Colab cells."""
     for name in ALL:
@@ -204,9 +219,10 @@ def nbval(names: Sequence[str], *, lax: bool, cwd: Path) -> int:
 
 
 def run_on_stubs(name: str, folder: Path) -> str:
-    """What one notebook says on the stubs, in one line; it ends in "no error" or names the cells with an error."""
+    """What one notebook says on the stubs, in one line; it ends in "no error" or names what went wrong."""
     began = time.perf_counter()
-    found = errors(execute(load(name), impl="starter", folder=folder, allow_errors=True))
+    nb = execute(load(name), impl="starter", folder=folder, allow_errors=True)
+    found = errors(nb) + quiet_checks(nb)
     return f"{name}: {time.perf_counter() - began:.0f} s, " + ("; ".join(found) or "no error")
 
 
@@ -242,7 +258,7 @@ def main(arguments: list[str]) -> int:
         if command == "run":
             nb = normalise(nb, name)
             nbformat.write(nb, NOTEBOOKS / f"{name}.ipynb")
-        found = list(violations(nb, name)) if command == "run" else errors(nb)
+        found = list(violations(nb, name)) if command == "run" else errors(nb) + quiet_checks(nb)
         print(f"{name}: {time.perf_counter() - began:.1f} s", *found, sep="\n  ")
         faults += len(found)
     return int(faults > 0)
