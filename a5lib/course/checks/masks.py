@@ -288,5 +288,5 @@ def rows_stay_in_order(algo: Algo) -> None:
         batch["response_mask"],
         torch.tensor([[YES, YES, NO, NO], [NO, YES, YES, YES]]),
         given=given,
-        likely="Return what algo.pad_and_mask returns.",
+        likely="Return what algo.pad_and_mask returns; if a check of pad_and_mask fails too, mend that first.",
     )
