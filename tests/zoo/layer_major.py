@@ -150,4 +150,10 @@ FAULTS = [
         new="        losses.append(loss.detach())\n        gradients.append(hidden.grad / len(hidden))",
         words="Nothing in the pass may depend on the size of a microbatch",
     ),
+    Fault(
+        "gradients zeroed before",
+        old="    with torch.no_grad():\n        kept",
+        new="    model.zero_grad()\n    with torch.no_grad():\n        kept",
+        words="the caller zeroes them",
+    ),
 ]

@@ -184,4 +184,16 @@ FAULTS = [
         new="(losses.sum(dim=1) / tokens.clamp(min=1)).sum() / (tokens > 0).sum()",
         words="left out",
     ),
+    Fault(
+        "sequence ratio not clipped",
+        old='if method == "noclip" or cliprange is None:',
+        new='if method in ("noclip", "gspo") or cliprange is None:',
+        words='"gspo" clips the ratio',
+    ),
+    Fault(
+        "ratio clipped without being asked",
+        old='if method == "noclip" or cliprange is None:',
+        new="if cliprange is None:",
+        words='"noclip" takes it as it is',
+    ),
 ]

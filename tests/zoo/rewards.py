@@ -145,4 +145,10 @@ FAULTS = [
     Fault("outside counted", old=IN_RANGE, new="if True:", words="a negative index"),
     Fault("above one counted", old=IN_RANGE, new="if 0.0 <= value:", words="Values above 1"),
     Fault("not finite", old="if not values.isfinite().all():", new="if False:", words="was let through"),
+    Fault(
+        "half an opening counted",
+        old='response.count("</think> <answer>") != 1',
+        new='response.count("</think> <answer>") != 1 or response.count("<answer>") != 1',
+        words="Half of the opening",
+    ),
 ]

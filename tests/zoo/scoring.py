@@ -146,4 +146,10 @@ FAULTS = [
         new="        10**6,\n        return_token_entropy,",
         words="pass block_size on",
     ),
+    Fault(
+        "blocks of columns",
+        old="zip(flat_hidden.split(block_size), flat_labels.split(block_size), strict=True)",
+        new="zip(hidden_states.split(block_size, -2), labels.split(block_size, -1), strict=True)",
+        words="block_size columns of every row",
+    ),
 ]

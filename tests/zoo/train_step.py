@@ -166,4 +166,22 @@ FAULTS = [
     Fault(
         "old_log_probs not in the batch", old=', "old_log_probs": old_log_probs}', new="}", words="needs old_log_probs"
     ),
+    Fault(
+        "eps not handed on",
+        old="rewards, group_size, baseline, advantage_eps,",
+        new="rewards, group_size, baseline, 1e-6,",
+        words="advantage_eps is not handed on",
+    ),
+    Fault(
+        "cliprange not handed on",
+        old="            importance_reweighting_method,\n            cliprange,\n            loss_normalization,",
+        new="            importance_reweighting_method,\n            None,\n            loss_normalization,",
+        words="needs cliprange",
+    ),
+    Fault(
+        "rollout_log_probs left out",
+        old="for name, column in columns.items()}",
+        new='for name, column in columns.items() if name != "rollout_log_probs"}',
+        words="'rollout_log_probs'",
+    ),
 ]

@@ -275,9 +275,10 @@ def zero_variance_share(algo: Algo) -> None:
         result = algo.compute_group_normalized_rewards(torch.tensor(rewards), group_size)
         metadata = expect_pair(f"{FUNCTION}(...)", result)[1]
         expect_keys("the metadata", metadata, ("zero_variance_groups",))
+        share = metadata["zero_variance_groups"]
         expect(
             "zero_variance_groups",
-            metadata["zero_variance_groups"],
+            share,
             right,
             given=f"rewards {rewards}, groups of {group_size}",
             likely="Count the groups with equal rewards and divide by the number of groups.",
@@ -285,7 +286,7 @@ def zero_variance_share(algo: Algo) -> None:
         )
         expect(
             "the type of zero_variance_groups",
-            type(metadata["zero_variance_groups"]).__name__,
+            "float" if isinstance(share, float) else type(share).__name__,
             "float",
             given=f"rewards {rewards}, groups of {group_size}",
             likely="It is written to a log, so make it a Python float, with `.item()`.",

@@ -268,6 +268,13 @@ def gradients_of_every_part(algo: Algo) -> None:
                 "It is divided by the number of microbatches; loss_of gives shares that add up already.": whole / 2,
             },
         )  # fmt: skip
+    norm = model.model.norm.weight
+    norm.grad = torch.ones_like(norm)
+    algo.layer_major_backward(model, two_microbatches(), share_of(model, two_microbatches()))
+    expect(
+        "the final norm's gradient", norm.grad, 1 + right["model.norm.weight"], given=f"{TWO}; it has gradients of 1",
+        tolerance=1e-8, likely="Gradients are added to those already there; the caller zeroes them.",
+    )  # fmt: skip
 
 
 @checks("layer_major_backward")

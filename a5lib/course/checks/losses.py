@@ -89,8 +89,11 @@ def gradient_reaches_the_policy(algo: Algo) -> None:
 def importance_ratio(algo: Algo) -> None:
     """With "noclip" the loss is -A w, where w is the new probability divided by the old one."""
     new, old = from_ratios([[2.0, 0.5]], log_prob=-2.0)
-    given = '"noclip", new log-probabilities [-2, -2], old ones [-2.6931, -1.3069] (p doubled, p halved), advantage 3'
-    loss, metadata = token_losses(algo, [3.0], new, "noclip", old)
+    given = (
+        '"noclip", new log-probabilities [-2, -2], old ones [-2.6931, -1.3069] (p doubled, p halved), advantage 3, '
+        "cliprange 0.2, which is not used here"
+    )
+    loss, metadata = token_losses(algo, [3.0], new, "noclip", old, 0.2)
     expect(
         "loss",
         loss,
@@ -99,6 +102,7 @@ def importance_ratio(algo: Algo) -> None:
         likely="The ratio is exp of the difference of the log-probabilities; the loss is -A times the ratio.",
         mistakes={
             "The ratio is upside down: it is new over old.": torch.tensor([[-1.5, -6.0]]),
+            'The ratio is clipped; "noclip" takes it as it is.': torch.tensor([[-3.6, -1.5]]),
             "The sign: the loss is the negated objective.": torch.tensor([[6.0, 1.5]]),
             "The ratio is a difference of log-probabilities without exp.": torch.tensor([[-3 * TWO, -3 * HALF]]),
             "The log-probabilities were divided by each other: the ratio of probabilities is exp of the difference of "
@@ -217,7 +221,7 @@ def clip_flags(algo: Algo) -> None:
 
 @checks("compute_policy_gradient_loss")
 def sequence_ratio(algo: Algo) -> None:
-    """With "gspo" a response has one ratio: exp of its mean log-ratio."""
+    """With "gspo" a response has one ratio, exp of its mean log-ratio, which is clipped as a token's in "grpo"."""
     new, old = from_ratios([[2.0, 8.0], [0.5, 0.5]])
     given = '"gspo", token ratios [[2, 8], [0.5, 0.5]], advantages [1, 1], cliprange 100'
     loss, _ = token_losses(algo, [1.0, 1.0], new, "gspo", old, 100.0, torch.ones(2, 2, dtype=torch.bool))
@@ -242,6 +246,27 @@ def sequence_ratio(algo: Algo) -> None:
     # each row: 2 tokens with loss -s, and each log-ratio has half of the mean: 2 * -s / 2 = -s
     expect("the gradient", new.grad, torch.tensor([[-4.0, -4.0], [-0.5, -0.5]]), given=given,
            likely="The gradient must flow through the mean to every token of the response.")  # fmt: skip
+    new, old = from_ratios([[2.0, 8.0], [2.0, 8.0]])
+    given = '"gspo", token ratios [2, 8] in both rows (a ratio of 4 for the response), advantages [1, -1], cliprange 1'
+    loss, metadata = token_losses(algo, [1.0, -1.0], new, "gspo", old, 1.0, torch.ones(2, 2, dtype=torch.bool))
+    expect(
+        "loss",
+        loss,
+        torch.tensor([[-2.0, -2.0], [4.0, 4.0]]),  # -min(4, 2), -min(-4, -2)
+        given=given,
+        likely="Take the smaller of A s and A clip(s, 1 - eps, 1 + eps), then negate.",
+        mistakes={
+            'Nothing is clipped; "gspo" clips the ratio of the response.': torch.tensor([[-4.0, -4.0], [4.0, 4.0]]),
+            "The wrong side is clipped: it is the minimum of the two objectives, not the maximum.": torch.tensor(
+                [[-4.0, -4.0], [2.0, 2.0]]
+            ),
+            "Only the clipped objective is used; it must be the smaller of the clipped and the unclipped one.": (
+                torch.tensor([[-2.0, -2.0], [2.0, 2.0]])
+            ),
+        },
+    )
+    expect("metadata['clipped']", metadata["clipped"], torch.tensor([[True, True], [False, False]]), given=given,
+           likely="Where the ratio of a response is clipped, all its tokens are marked.")  # fmt: skip
 
 
 @checks("compute_policy_gradient_loss")

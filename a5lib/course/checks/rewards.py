@@ -87,6 +87,14 @@ def opening_needs_one_space(algo: Algo) -> None:
             "Only one space between `</think>` and `<answer>` is allowed.",
             {f"The strict format was not asked for: {words} stood between `</think>` and `<answer>`.": "4"},
         )
+    for response in ("an <answer> is due </think> <answer>4</answer>", "so </think> t </think> <answer>4</answer>"):
+        expect_answer(
+            algo,
+            response,
+            "4",
+            "Half of the opening is text like any other.",
+            {"Half of the opening was counted as an opening: look for `</think> <answer>` as a whole.": None},
+        )
 
 
 @checks("parse_answer")
@@ -298,7 +306,7 @@ def means(algo: Algo) -> None:
     for name in ("reward_mean", "reward_std"):
         expect(
             f'type of metadata["{name}"]',
-            type(metadata[name]).__name__,
+            "float" if isinstance(metadata[name], float) else type(metadata[name]).__name__,
             "float",
             given="any input",
             likely="The log is written as JSON, which knows no tensors: `.item()` gives a Python number.",

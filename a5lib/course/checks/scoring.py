@@ -403,16 +403,17 @@ def gradients_of_the_whole(algo: Algo) -> None:
 @checks("log_probs_in_blocks")
 def no_logits_kept(algo: Algo) -> None:
     """No logits are kept for the backward pass, and at most one block of them exists."""
-    hidden = torch.ones(20, 4, requires_grad=True)
+    hidden = torch.ones(2, 10, 4, requires_grad=True)
     weight = torch.ones(VOCABULARY, 4, requires_grad=True)
-    given = f"20 positions, {VOCABULARY} tokens, block_size 5"
+    given = f"two rows of 10 positions, {VOCABULARY} tokens, block_size 5"
     with rows_of_logits() as rows, kept_logits() as kept:
-        got = algo.log_probs_in_blocks(hidden, weight, torch.arange(20), 5)
+        got = algo.log_probs_in_blocks(hidden, weight, torch.arange(20).reshape(2, 10), 5)
         expect_keys("log_probs_in_blocks(...)", got, TWO[:1])
         expect_gradient(got["log_probs"], given)
         got["log_probs"].sum().backward()
     expect("the most rows of logits in one tensor", max(rows, default=0), 5, given=given,
-           likely="Apply the head inside the block, to the hidden states of this block only.")  # fmt: skip
+           likely="Apply the head inside the block, to the hidden states of this block only.",
+           mistakes={"A block has block_size columns of every row; split the positions of all rows.": 10})  # fmt: skip
     expect("numbers kept for the backward pass", sum(kept), 0, given=given,
            likely="The logits of every block are kept: let checkpoint make them again in the backward.")  # fmt: skip
 

@@ -294,17 +294,23 @@ def gradients_are_only_added(algo: Algo) -> None:
 
 @checks("accumulate_gradients")
 def old_log_probs_follow_their_rows(algo: Algo) -> None:
-    """old_log_probs are cut as the other columns: the same rows, the same width."""
+    """old_log_probs and rollout_log_probs are cut as the other columns: the same rows, the same width."""
     old = [[-2.0, -3.0], [-1.0, 0.0]]
-    _, _, metadata = accumulate(
-        algo, [[1, 1], [1, 0]], [1.0, 1.0], 2, "noclip", table=Table(old), columns={"old_log_probs": torch.tensor(old)}
-    )
+    columns = {name: torch.tensor(old) for name in ("old_log_probs", "rollout_log_probs")}
+    _, _, metadata = accumulate(algo, [[1, 1], [1, 0]], [1.0, 1.0], 2, "noclip", table=Table(old), columns=columns)
     expect(
         "ratio_min and ratio_max",
         [metadata.get("ratio_min"), metadata.get("ratio_max")],
         [1.0, 1.0],
         given='old_log_probs equal to the log-probabilities, 2 steps, "noclip": every ratio is 1',
         likely="old_log_probs of other rows were used: take the rows of the microbatch.",
+    )
+    expect(
+        'metadata["kl_rollout"]',
+        metadata.get("kl_rollout"),
+        0.0,
+        given="rollout_log_probs equal to the log-probabilities, 2 steps",
+        likely="rollout_log_probs of other rows were used, or none: take the rows of the microbatch.",
     )
 
 
@@ -581,7 +587,7 @@ def clipping_comes_before_the_step(algo: Algo) -> None:
 
 @checks("grpo_train_step")
 def arguments_are_handed_on(algo: Algo) -> None:
-    """Baseline, loss normalisation, method and old_log_probs are handed on."""
+    """Baseline, eps, loss normalisation, method, old_log_probs and cliprange are handed on."""
     step = Step(algo, baseline="none")
     expect(
         "loss",
@@ -592,6 +598,15 @@ def arguments_are_handed_on(algo: Algo) -> None:
         mistakes={"baseline is not handed on.": torch.tensor(0.0)},
     )
     expect("loss.requires_grad", step.loss.requires_grad, False, given=Step.GIVEN, likely="Return the loss detached.")
+    step = Step(algo, advantage_normalizer="std", advantage_eps=1.0)
+    expect(
+        MOVED,
+        step.moved,
+        RIGHT * 0.585786,  # 1 / (1 / sqrt(2) + 1)
+        given=Step.GIVEN.replace("no normaliser", 'normaliser "std" with eps 1'),
+        likely="Hand advantage_eps and advantage_normalizer on to compute_group_normalized_rewards.",
+        mistakes={"advantage_eps is not handed on.": RIGHT * math.sqrt(2)},
+    )
     step = Step(algo, loss_normalization="constant", normalization_constant=4)
     expect(
         MOVED,
@@ -602,15 +617,12 @@ def arguments_are_handed_on(algo: Algo) -> None:
         mistakes={"loss_normalization is not handed on.": RIGHT},
     )
     old = torch.tensor([[1 / 8], [1 / 4]]).log()
-    step = Step(algo, importance_reweighting_method="noclip", old_log_probs=old)
-    expect(
-        'metadata["ratio_max"]',
-        step.metadata.get("ratio_max"),
-        2.0,
-        given=Step.GIVEN + '; method "noclip", old probabilities 1/8 and 1/4',
-        likely="Hand the method, old_log_probs (in the batch) and cliprange on to accumulate_gradients.",
-        mistakes={"The method is not handed on.": 1.0},
-    )
+    step = Step(algo, importance_reweighting_method="grpo", old_log_probs=old, cliprange=0.2)
+    given = Step.GIVEN + '; method "grpo", old probabilities 1/8 and 1/4, cliprange 0.2'
+    likely = "Hand the method, old_log_probs (in the batch) and cliprange on to accumulate_gradients."
+    expect('metadata["ratio_max"]', step.metadata.get("ratio_max"), 2.0, given=given, likely=likely,
+           mistakes={"The method is not handed on.": 1.0})  # fmt: skip
+    expect('metadata["clip_fraction"]', step.metadata.get("clip_fraction"), 0.5, given=given, likely=likely)
 
 
 @checks("grpo_train_step")
