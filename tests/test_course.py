@@ -3,6 +3,7 @@
 import os
 import py_compile
 import re
+import sys
 
 import pytest
 
@@ -214,6 +215,25 @@ def test_a_function_that_was_removed_gets_a_sentence(course, text):
     (course / "starter" / "__init__.py").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"starter/masks\.py has no function pad_and_mask"):
         load_algo("starter")
+
+
+def test_a_missing_file_gets_a_sentence(course, monkeypatch):
+    (course / "starter" / "masks.py").unlink()
+    others = [finder for finder in sys.meta_path if "editable" not in repr(finder)]  # it would find the repository's
+    monkeypatch.setattr(sys, "meta_path", others)
+    with pytest.raises(UserError, match=r"^starter/masks\.py is missing; `a5 course reset masks` writes a fresh stub"):
+        load_algo("auto")
+
+
+def test_a_file_that_is_none_of_ours_is_left_alone(course):
+    (course / "starter" / ".#masks.py").symlink_to("student@host.1:2")  # how Emacs marks a file that is being edited
+    assert load_algo("auto").summary() == "0 of 19 yours"
+
+
+def test_a_file_that_cannot_be_read_gets_a_sentence(course):
+    (course / "starter" / "notes.py").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"starter/notes\.py cannot be read \(No such file or directory\)"):
+        load_algo("auto")
 
 
 def test_a_missing_folder_gets_a_sentence(course):

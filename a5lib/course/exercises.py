@@ -236,7 +236,7 @@ def exercise_of(name: str) -> str:
     for file, names in EXERCISES.items():
         if name == file or name in names:
             return file
-    guess = nearest(name, [*EXERCISES, *NAMES])
+    guess = nearest(str(name), [*EXERCISES, *NAMES])
     raise UserError(f"There is no exercise {name!r}; did you mean {guess!r}? They are {', '.join(EXERCISES)}.")
 
 
@@ -260,6 +260,11 @@ def package_folder(package: str) -> Path:
     return folder
 
 
+def package_files(package: str) -> list[Path]:
+    """The Python files of a package, by name; a hidden one, as an editor's lock, is none."""
+    return sorted(package_folder(package).glob("[!.]*.py"))
+
+
 def _folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     # a folder that lost its files, but not its __pycache__, would pass for a package without an origin
@@ -277,9 +282,13 @@ def load_package(package: str) -> ModuleType:
     """Import `starter` or `solutions`, anew if a file of it was saved since.
 
     Raises:
-        UserError: the folder is missing, or a file of it does not import.
+        UserError: the folder is missing, or a file of it cannot be read or does not import.
     """
-    files = {file: file.read_bytes() for file in sorted(package_folder(package).glob("*.py"))}
+    try:
+        files = {file: file.read_bytes() for file in package_files(package)}
+    except OSError as error:
+        name = f"{package}/{os.path.basename(error.filename)}"
+        raise UserError(f"{name} cannot be read ({error.strerror}); grant access to it, or remove it.") from error
     if package in sys.modules and _texts.setdefault(package, files) == files:
         return sys.modules[package]
     _forget(package)
@@ -306,15 +315,18 @@ def _import_error(package: str, error: BaseException) -> UserError:
     lost = re.match(r"cannot import name '(\w+)' from '\w+\.(\w+)'", str(error))
     if isinstance(error, ImportError) and lost:
         return _no_function(package, lost[2], lost[1])
+    folder, _, file = (getattr(error, "name", None) or "").rpartition(".")
+    if isinstance(error, ModuleNotFoundError) and folder == "starter" and file in EXERCISES:
+        return UserError(f"starter/{file}.py is missing; `a5 course reset {file}` writes a fresh stub.")
     frames = traceback.extract_tb(error.__traceback__)
     places = [(f.filename, f.lineno) for f in frames if os.path.basename(os.path.dirname(f.filename)) == package]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
-    file, line = places[-1] if places else (f"{package}/__init__.py", 1)
+    place, line = places[-1] if places else (f"{package}/__init__.py", 1)
     reason = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "no message"
     otherwise = ", or set A5_IMPL=solutions to run the reference" if has_reference() else ""
     return UserError(
-        f"{package}/{os.path.basename(file)} does not import ({type(error).__name__} in line {line}: {reason}); mend "
+        f"{package}/{os.path.basename(place)} does not import ({type(error).__name__} in line {line}: {reason}); mend "
         f"that line{otherwise}."
     )
 

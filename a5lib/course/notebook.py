@@ -92,7 +92,7 @@ def report(exercise: str, results: list[Result]) -> str:
 def hint(name: str, level: int = 1) -> None:
     """Show a hint for an exercise (a file or one function): 1 is a nudge, 2 the formula, 3 the code."""
     if level not in (1, 2, 3):
-        raise UserError(f"There is no hint {level}; choose 1 (a nudge), 2 (the formula) or 3 (the code).")
+        raise UserError(f"There is no hint {level!r}; choose 1 (a nudge), 2 (the formula) or 3 (the code).")
     exercise = exercise_of(name)
     functions = [f for f in EXERCISES[exercise] if name in (exercise, f)]
     _display("\n\n".join(f"**{function}**\n\n{hint_text(function, level)}" for function in functions))

@@ -33,6 +33,7 @@ from a5lib.course.exercises import (
     has_reference,
     load_algo,
     notebook_of,
+    package_files,
     package_folder,
     starter_text,
 )
@@ -242,7 +243,7 @@ def submit(output: Path, runs: Sequence[Path] = ()) -> list[str]:
     if chosen_impl() == "solutions":
         raise UserError("A5_IMPL is solutions, so the checks would not be of your code; unset it, then submit.")
     folder = course_folder()
-    files = {f"starter/{path.name}": path.read_bytes() for path in sorted((folder / "starter").glob("*.py"))}
+    files = {f"starter/{path.name}": path.read_bytes() for path in package_files("starter")}
     files |= {f"notebooks/{path.name}": path.read_bytes() for path in sorted((folder / "notebooks").glob("*.ipynb"))}
     logs = run_logs(folder, runs)
     files |= logs
