@@ -15,6 +15,10 @@ from a5lib.course.exercises import Algo
 
 UP = 1.0 + 1 / 128  # the bfloat16 number after 1
 DOWN = 1.0 - 1 / 256  # the bfloat16 number before 1
+UNCHANGED = (
+    "The weight did not change: change the tensor that you are given (`weight.sub_(...)`); `weight = ...` makes "
+    "another one."
+)
 
 
 def update(
@@ -38,8 +42,7 @@ def first_step_is_the_learning_rate(algo: Algo) -> None:
         given="weight 1, gradient 5, moments 0, step 1, lr 0.1, betas (0.9, 0.95)",
         likely="Correct both moments for their start at 0, divide the first by the root of the second, subtract.",
         mistakes={
-            "The weight did not change: change the tensor that you are given (`weight.sub_(...)`); `weight = ...` "
-            "makes another one.": torch.tensor([1.0]),
+            UNCHANGED: torch.tensor([1.0]),
             "The bias correction is missing: both moments start at 0 and are too small at first.":
                 torch.tensor([0.955279]),
             "Only the first moment has its bias correction.": torch.tensor([0.552786]),
@@ -109,6 +112,7 @@ def a_later_step_uses_its_number(algo: Algo) -> None:
         given="weight 1, gradient 3, moments 1 and 4, step 2, lr 0.1, betas (0.9, 0.95)",
         likely="The correction of step t divides by 1 - beta^t.",
         mistakes={
+            UNCHANGED: torch.tensor([1.0]),
             "The bias correction is that of step 1: it needs beta to the power `step`.": torch.tensor([0.869842]),
             "The bias correction is one step ahead: `step` is the number of this step, from 1.":
                 torch.tensor([0.918882]),
@@ -137,6 +141,7 @@ def eps_is_outside_the_root(algo: Algo) -> None:
         given="weight 1, gradient 1, moments 0, step 1, lr 0.1, eps 1",
         likely="First correct, then take the root, then add eps.",
         mistakes={
+            UNCHANGED: torch.tensor([1.0]),
             "eps is inside the root: it is added after the root is taken.": torch.tensor([0.929289]),
             "eps is not used.": torch.tensor([0.9]),
             "eps is added before the bias correction, which then makes it larger.": torch.tensor([0.981726]),
@@ -158,7 +163,7 @@ def decay_is_decoupled(algo: Algo) -> None:
         mistakes={
             "The decay is coupled into the gradient: in AdamW it acts on the weight directly.": torch.tensor([3.9]),
             "The decay lacks its factor lr.": torch.tensor([2.0]),
-            "weight_decay is not used.": torch.tensor([4.0]),
+            "weight_decay is not used, or the weight is not changed in place.": torch.tensor([4.0]),
             "The decay makes the weight larger.": torch.tensor([4.2]),
         },
     )
@@ -190,7 +195,11 @@ def exact_values_stay(algo: Algo) -> None:
         values.clone(),
         given=given,
         likely="The lower 16 bits of these values are 0; noise below 2^16 must not carry into the upper ones.",
-    )
+        mistakes={
+            "The sum has 64 bits: torch.randint gives int64 unless you ask for dtype=torch.int32.":
+                values.view(torch.int32).long().view(torch.float32),
+        },
+    )  # fmt: skip
     expect(
         "the type of the result",
         got.dtype,
@@ -483,8 +492,12 @@ def kahan_keeps_what_rounding_left_out(algo: Algo) -> None:
         torch.tensor([DOWN]),
         given=given_steps(4, "bf16_kahan"),
         likely="The update starts from weight + compensation.",
-        mistakes={"The compensation is not added to the weight before the update.": torch.tensor([1.0])},
-    )
+        mistakes={
+            "The compensation is not added to the weight before the update.": torch.tensor([1.0]),
+            "The compensation was computed from the old weight: store the new weight first, then subtract it.":
+                torch.tensor([1 - 3 / 256]),
+        },
+    )  # fmt: skip
     expect(
         "weight + compensation",
         weight.float() + state["compensation"].float(),

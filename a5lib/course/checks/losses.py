@@ -29,7 +29,11 @@ def token_losses(
     what = f"compute_policy_gradient_loss(..., {method!r})"
     result = algo.compute_policy_gradient_loss(torch.tensor(advantages), new, method, old, cliprange, mask)
     loss, metadata = expect_pair(what, result)
-    expect_keys("metadata", metadata, ["clipped", "clip_fraction"] + ["ratio"] * (method != "none"))
+    names = ["clipped", "clip_fraction"] + ["ratio"] * (method != "none")
+    if isinstance(metadata, dict):
+        expect("the keys missing in metadata", [name for name in names if name not in metadata], [],
+               given=f'"{method}"', likely="Return the losses and a dict with these keys, too.")  # fmt: skip
+    expect_keys("metadata", metadata, names)
     if not isinstance(loss, Tensor) or loss.shape != new.shape:
         expect("loss", loss, torch.zeros_like(new), given=f"log-probabilities {tuple(new.shape)}", likely="")
     expect(

@@ -415,7 +415,8 @@ def no_logits_kept(algo: Algo) -> None:
            likely="Apply the head inside the block, to the hidden states of this block only.",
            mistakes={"A block has block_size columns of every row; split the positions of all rows.": 10})  # fmt: skip
     expect("numbers kept for the backward pass", sum(kept), 0, given=given,
-           likely="The logits of every block are kept: let checkpoint make them again in the backward.")  # fmt: skip
+           likely="The logits of every block are kept: head and score must both be in the function that is "
+           "checkpointed.")  # fmt: skip
 
 
 @checks("get_response_log_probs_in_blocks")

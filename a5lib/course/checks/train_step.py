@@ -103,7 +103,11 @@ def one_microbatch(algo: Algo) -> None:
         given=given,
         likely="The loss is returned with its graph, which keeps every activation in memory; add up `loss.detach()`.",
     )
-    expect_keys("the metadata", metadata, ["entropy", "clip_fraction", "trained_tokens", "skipped_sequences"])
+    names = ["entropy", "clip_fraction", "trained_tokens", "skipped_sequences"]
+    if isinstance(metadata, dict):
+        expect("the keys missing in the metadata", [name for name in names if name not in metadata], [], given=given,
+               likely="Return what sums.read() gives, and add \"skipped_sequences\".")  # fmt: skip
+    expect_keys("the metadata", metadata, names)
 
 
 @checks("accumulate_gradients")
@@ -475,6 +479,9 @@ class Step:
         self.loss, self.metadata = expect_pair("grpo_train_step(...)", got)
         self.moved = weight.detach()[WORDS["q"]]  # the logits after q: 0 before the step
 
+    def __repr__(self) -> str:
+        return "a step, and no error"
+
     def _counted(self, *_: Any) -> None:
         self.count += 1
 
@@ -502,11 +509,12 @@ def one_step(algo: Algo) -> None:
             "advantage_normalizer is not handed on.": RIGHT * math.sqrt(2),  # std of 1 and 0 is 1 / sqrt(2)
         },
     )
-    expect_keys(
-        "the metadata",
-        step.metadata,
-        ["reward_mean", "zero_variance_groups", "entropy", "skipped_sequences", "grad_norm"],
-    )
+    names = ["reward_mean", "zero_variance_groups", "entropy", "skipped_sequences", "grad_norm"]
+    if isinstance(step.metadata, dict):
+        expect("the keys missing in the metadata", [name for name in names if name not in step.metadata], [],
+               given=Step.GIVEN, likely="Put the metadata of rewards, advantages and gradients, and \"grad_norm\", "
+               "into one dict.")  # fmt: skip
+    expect_keys("the metadata", step.metadata, names)
     expect('metadata["reward_mean"]', step.metadata["reward_mean"], 0.5, given=Step.GIVEN, likely="Rewards of 1 and 0.")
 
 
@@ -527,7 +535,7 @@ def old_gradients_are_zeroed(algo: Algo) -> None:
         step.model.table.weight.grad,
         None,
         given=Step.GIVEN,
-        likely="The gradients are not zeroed after the step; they would take memory during generation.",
+        likely="The gradients are not zeroed after the step. Set them to None: zeros take memory, too.",
     )
 
 
@@ -595,7 +603,10 @@ def arguments_are_handed_on(algo: Algo) -> None:
         torch.tensor(0.693147),  # -log(1/4) / 2
         given=Step.GIVEN + '; baseline "none", so the advantages are 1 and 0',
         likely="Hand baseline and advantage_normalizer on to compute_group_normalized_rewards.",
-        mistakes={"baseline is not handed on.": torch.tensor(0.0)},
+        mistakes={
+            "baseline is not handed on.": torch.tensor(0.0),
+            "The mean is over the rows that were run: mend accumulate_gradients first.": torch.tensor(1.386294),
+        },
     )
     expect("loss.requires_grad", step.loss.requires_grad, False, given=Step.GIVEN, likely="Return the loss detached.")
     step = Step(algo, advantage_normalizer="std", advantage_eps=1.0)
