@@ -27,7 +27,8 @@ def cycles(algo: Algo, count: int) -> tuple[list[Any], ScriptedTrainer, Scripted
         try:
             results.append(algo.colocated_cycle(trainer, engine, list(PROMPTS)))
         except (Objection, RuntimeError) as error:
-            steps = " → ".join(engine.card.steps) or "nothing"
+            end = "an objection" if isinstance(error, Objection) else "your RuntimeError"
+            steps = " → ".join([*engine.card.steps, end])
             likely = str(error)
             if not isinstance(error, Objection):
                 likely = f"{_what_was_loaded(trainer, engine)} Your own verification says: {error}"

@@ -98,6 +98,7 @@ def run(
 ) -> tuple[Any, Watch]:
     """The pass under watch, with two of torch's messages put into words."""
     model.zero_grad()
+    given = TWO if len(microbatches[0]) == 1 else UNEVEN
     loss_of = share_of(model, microbatches) if loss_of is None else loss_of
     arguments = (model, microbatches, loss_of) if done is None else (model, microbatches, loss_of, done)
     try:
@@ -106,13 +107,13 @@ def run(
     except RuntimeError as error:
         words = {
             "implicitly created": "The gradient that is passed on is None: the kept input must have no graph of its "
-            "own, and must ask for its gradient before it runs again.",
+            "own (embed runs under torch.no_grad() too), and must ask for its gradient before it runs again.",
             "does not require grad": "Something runs without a graph that must have one: head, way down or embedding.",
             "a second time": "Two backward passes go through one graph: run the layer anew for each microbatch.",
         }
         for part, likely in words.items():
             if part in str(error):
-                raise Mistake("the pass", TWO, "gradients", f"torch says: {error}", likely) from None
+                raise Mistake("the pass", given, "no error", f"torch says: {error}", likely) from None
         raise
     return loss, watch
 
@@ -224,7 +225,8 @@ def way_down(algo: Algo) -> None:
         expect(
             f"the gradient at the first token of layer {layer}'s output, for both microbatches",
             gradients, wanted, given=TWO,
-            likely="Pass on the gradient of the input that the layer above had, for this microbatch.",
+            likely="Pass on the gradient of the input that the layer above had, for this microbatch." if layer == 0
+            else "It comes from the head: final_norm, then loss_of, then the gradient of the last layer's output.",
             mistakes={
                 "Both are microbatch 0's: keep one gradient for each microbatch.": [wanted[0]] * 2,
                 "Both are microbatch 1's: keep one gradient for each microbatch.": [wanted[1]] * 2,
@@ -246,7 +248,9 @@ def gradients_of_every_part(algo: Algo) -> None:
     right, first, second = (plain(model, two_microbatches(), only)[1] for only in (None, 0, 1))
     last_norm = "post_feedforward_layernorm.weight"
     parts = {  # what it is, in which parameter, and what to say if it has no gradient
-        "the final norm's gradient": ("model.norm.weight", "The final norm has no gradient: run it with a graph."),
+        "the final norm's gradient": (
+            "model.norm.weight", "The final norm has no gradient: run it with a graph, before loss_of."
+        ),
         "the gradient of the head's row for token 2": ("lm_head.weight", "The head has no gradient."),
         "the gradient of layer 1's last norm": (f"model.layers.1.{last_norm}", "Layer 1 has no gradient."),
         "the gradient of layer 0's last norm": (f"model.layers.0.{last_norm}", "Layer 0 has no gradient."),
@@ -287,7 +291,8 @@ def uneven_microbatches_are_exact(algo: Algo) -> None:
         difference = (gradient_of(parameter) - right[name]).abs().max().item()
         expect(
             f"the largest difference from loss.backward() in {name}", difference, 0.0, given=UNEVEN, tolerance=1e-9,
-            likely="Nothing in the pass may depend on the size of a microbatch: rows and lengths differ.",
+            likely="If a check above fails, mend that first. Nothing in the pass may depend on the size of a "
+            "microbatch: rows and lengths differ.",
         )  # fmt: skip
 
 
@@ -295,7 +300,6 @@ def uneven_microbatches_are_exact(algo: Algo) -> None:
 def parts_are_reported_when_complete(algo: Algo) -> None:
     """on_layer_done is called once for each part, when its gradients are complete."""
     model = tiny_model()
-    _, right = plain(model, two_microbatches())
     reported: list[str] = []
     norms = {"head": "model.norm.weight", "layer 1": "model.layers.1.post_feedforward_layernorm.weight",
              "layer 0": "model.layers.0.post_feedforward_layernorm.weight",
@@ -310,7 +314,8 @@ def parts_are_reported_when_complete(algo: Algo) -> None:
     run(algo, model, two_microbatches(), done=done)
     expect(
         "the parts that were reported", reported, list(norms), given=TWO,
-        likely="Report the head, then the layers from the last to the first, then the embedding.",
+        likely="Report the head, then the layers from the last to the first, then the embedding: each once, after its "
+        "last microbatch.",
         mistakes={
             "on_layer_done is never called.": [],
             "Parts are reported once for each microbatch; they are complete after the last one only.":
@@ -320,7 +325,8 @@ def parts_are_reported_when_complete(algo: Algo) -> None:
         },
     )  # fmt: skip
     for name, parameter in norms.items():
-        difference = (at_report[name] - right[parameter]).abs().max().item()
+        at_end = gradient_of(model.get_parameter(parameter))  # whether it is right, other checks ask
+        difference = (at_report[name] - at_end).abs().max().item()
         expect(
             f"what was still missing in {parameter} when {name!r} was reported", difference, 0.0, given=TWO,
             tolerance=1e-9, likely="The part is reported before its last microbatch has come back through it.",
