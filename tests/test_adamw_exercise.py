@@ -1,4 +1,7 @@
-"""The AdamW exercise against torch and the library's optimizer, bit for bit, and its rounding against statistics."""
+"""The AdamW exercise against torch and the library's optimizer, and its rounding against statistics.
+
+The reference is held to the same bits. Another right order of operations may differ in the last ones.
+"""
 
 import math
 
@@ -6,17 +9,20 @@ import pytest
 import torch
 
 from a5lib.optimizers import STATE_PRECISIONS, AdamW
+from tests.conftest import IMPL
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def exact(actual, expected, message):
+def same(actual, expected, message):
+    """The same bits, or for a student's code the same to rounding: some float32 digits, or two bfloat16 numbers."""
+    tolerance = 0.0 if IMPL == "solutions" else {torch.float32: 1e-5, torch.bfloat16: 2**-7}[expected.dtype]
     assert actual.dtype == expected.dtype, message
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=message)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_the_update_is_that_of_torch_bit_for_bit(impl, weight_decay):
+def test_the_update_is_that_of_torch(impl, weight_decay):
     settings = SETTINGS | {"weight_decay": weight_decay}
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 5, generator=generator)
@@ -27,16 +33,18 @@ def test_the_update_is_that_of_torch_bit_for_bit(impl, weight_decay):
         theirs.grad = torch.randn(weight.shape, generator=generator)
         before = theirs.grad.clone()
         impl.adamw_update(weight, theirs.grad, exp_avg, exp_avg_sq, step, **settings)
-        exact(theirs.grad, before, "the gradient was changed")
+        assert torch.equal(theirs.grad, before), "the gradient was changed"
         optimizer.step()
-        exact(weight, theirs.detach(), f"weight after step {step}")
-    exact(exp_avg, optimizer.state[theirs]["exp_avg"], "first moment")
-    exact(exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"], "second moment")
+        same(weight, theirs.detach(), f"weight after step {step}")
+    same(exp_avg, optimizer.state[theirs]["exp_avg"], "first moment")
+    same(exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"], "second moment")
 
 
 @pytest.mark.parametrize("precision", STATE_PRECISIONS)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_a_step_is_that_of_the_library_bit_for_bit(impl, precision, grad_dtype):
+def test_a_step_is_that_of_the_library(impl, precision, grad_dtype):
+    if precision == "bf16_stochastic" and IMPL != "solutions":
+        pytest.skip("other random bits are as good")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 3, generator=generator).bfloat16()
     theirs = torch.nn.Parameter(weight.clone())
@@ -47,10 +55,10 @@ def test_a_step_is_that_of_the_library_bit_for_bit(impl, precision, grad_dtype):
         theirs.grad = grad.clone()
         optimizer.step()
         impl.adamw_step(weight, grad.to(grad_dtype), state, precision, **SETTINGS)
-        exact(weight, theirs.detach(), f"weight after step {step}")
+        same(weight, theirs.detach(), f"weight after step {step}")
     for name, tensor in optimizer.state[theirs].items():
         if name != "step":
-            exact(state[name], tensor, name)
+            same(state[name], tensor, name)
     assert state["step"] == 20
 
 
@@ -71,7 +79,7 @@ def test_stochastic_rounding_has_the_right_mean_and_two_values(impl):
 def test_values_that_bfloat16_holds_do_not_change(impl):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     values[0] = 0.0
-    exact(impl.round_stochastically(values, torch.Generator().manual_seed(1)), values.bfloat16(), "exact values")
+    assert torch.equal(impl.round_stochastically(values, torch.Generator().manual_seed(1)), values.bfloat16())
     column = values.reshape(-1, 2)[:, 1] + 1e-4  # not contiguous
     assert impl.round_stochastically(column, torch.Generator().manual_seed(1)).shape == (500,)
 
