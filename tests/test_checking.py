@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from a5lib.course import check, hint, show
-from a5lib.course.checking import Mistake, describe, expect, expect_error, expect_keys, expect_pair, show_value
+from a5lib.course.checking import (
+    Check,
+    Mistake,
+    Result,
+    describe,
+    expect,
+    expect_error,
+    expect_keys,
+    expect_pair,
+    show_value,
+)
 from a5lib.course.exercises import EXERCISES
-from a5lib.course.notebook import check_in_words
+from a5lib.course.notebook import check_in_words, report
 from a5lib.course.stubs import BEGIN, END
 from a5lib.errors import UserError
 from tests.helpers import read_exercise, write_exercise
@@ -119,6 +129,27 @@ def checked(name: str, capsys) -> str:
     out = capsys.readouterr()
     assert "Traceback" not in out.out and not out.err
     return out.out
+
+
+def test_missing_keys_and_other_kinds_are_named():
+    for got, likely in (({"b": 2}, "The dict lacks 'a' and 'c'."), ([1], "the result must be a dict, not list.")):
+        with pytest.raises(Mistake) as caught:
+            expect_keys("the result", got, ("a", "b", "c"))
+        assert caught.value.likely == likely
+
+
+def test_a_report_says_a_thing_once_and_where_to_begin():
+    first, second = ("pad_and_mask", "tokenize_prompt_and_output")
+    results = [
+        Result(Check(first, "The padding is on the right.", print), "failed", "Likely:   One."),
+        Result(Check(first, "The labels are shifted.", print), "failed", "Likely:   One."),
+        Result(Check(second, "It returns a batch.", print), "failed", "Likely:   One."),
+    ]
+    said = report("masks", results)
+    assert said.count("Likely:   One.") == 2, "once for each function"
+    assert said.count("The same as above.") == 1
+    assert "Mend the first function first" in said
+    assert "Mend the first function first" not in report("masks", results[:2])
 
 
 def test_stubs_say_what_to_write(course, capsys):

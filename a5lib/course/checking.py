@@ -117,8 +117,9 @@ def expect_error(
 def expect_keys(what: str, got: Any, keys: Sequence[str]) -> None:
     """Raise `Mistake` unless `got` is a dict with these keys: the values are read afterwards."""
     if not isinstance(got, dict) or any(key not in got for key in keys):
-        have = f"a dict with {', '.join(map(str, got))}" if isinstance(got, dict) else show_value(got)
-        likely = _wrong_kind(what, got, {}) or "The function returns something else."
+        have = f"a dict with {', '.join(map(str, got)) or 'nothing'}" if isinstance(got, dict) else show_value(got)
+        missing = [repr(key) for key in keys if isinstance(got, dict) and key not in got]
+        likely = _wrong_kind(what, got, {}) or f"The dict lacks {' and '.join(missing)}."
         raise Mistake(what, "any input", f"a dict with {', '.join(keys)}", have, likely)
 
 
@@ -162,6 +163,8 @@ def _wrong_kind(what: str, got: Any, right: Any) -> str:
     """What is wrong with the kind of a result, before its values matter; empty where the kind is right."""
     if got is None:
         return "The function gives None: is there a `return`?"
+    if isinstance(right, dict) and not isinstance(got, dict):
+        return f"{what} must be a dict, not {type(got).__name__}."
     if isinstance(right, Tensor):
         if not isinstance(got, Tensor):
             return f"{what} must be a tensor, not {type(got).__name__}."

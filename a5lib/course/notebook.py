@@ -75,9 +75,14 @@ def report(exercise: str, results: list[Result]) -> str:
     lines = []
     if passed or failed:
         lines.append(f"{exercise}: {len(passed)} of {len(passed) + len(failed)} checks pass ({code}).")
+    if len({result.check.function for result in failed}) > 1:
+        lines.append("Mend the first function first: those after it may call it.")
+    said: set[tuple[str, str]] = set()
     for result in failed:
-        lines += ["", f"✗ {result.check.function}: {result.check.title}"]
-        lines += [f"  {line}" for line in result.words.splitlines()]
+        function, words = result.check.function, result.words
+        lines += ["", f"✗ {function}: {result.check.title}"]
+        lines += ["  The same as above."] if (function, words) in said else [f"  {w}" for w in words.splitlines()]
+        said.add((function, words))
     for function, words in unwritten.items():
         if whose[function] != "unwritten":
             lines += ["", f"○ {function} cannot be checked yet. {words}"]
