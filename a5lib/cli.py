@@ -390,7 +390,7 @@ def course_reset_command(name: Annotated[str, tyro.conf.Positional, tyro.conf.ar
     Args:
         name: A file without its ending, such as masks.
     """
-    from a5lib.course.progress import reset
+    from a5lib.course.files import reset
 
     say(reset(name))
     return 0
@@ -408,7 +408,7 @@ def course_diff_command(
         solution: Compare with the reference in solutions/ instead; this shows the answer.
     """
     from a5lib.course.exercises import EXERCISES, exercise_of
-    from a5lib.course.progress import difference
+    from a5lib.course.files import difference
 
     text = "".join(difference(exercise, solution) for exercise in (EXERCISES if name == "all" else [exercise_of(name)]))
     print(
@@ -426,7 +426,7 @@ def course_submit_command(output: Path = Path("a5-submission.zip"), runs: tuple[
         output: File to write; it must not exist.
         runs: Run folders (default: those below runs/ in which your code ran).
     """
-    from a5lib.course.progress import submit
+    from a5lib.course.submission import submit
 
     names = submit(output, runs)
     print("\n".join(names))

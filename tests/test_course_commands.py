@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import a5lib.course.branches
-import a5lib.course.progress
+import a5lib.course.files
 from a5lib.course.exercises import EXERCISES, NAMES, exercise_of
 from a5lib.course.stubs import blank, region_text
 from a5lib.errors import UserError
@@ -138,7 +138,7 @@ def test_a_full_disk_loses_nothing(there: Path, monkeypatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(a5lib.course.progress.os, "replace", full)
+    monkeypatch.setattr(a5lib.course.files.os, "replace", full)
     assert "was not reset (No space left on device)" in a5("course reset masks").err
     assert path.read_text() == "mine\n"
 

@@ -260,6 +260,11 @@ def package_folder(package: str) -> Path:
     return folder
 
 
+def course_folder() -> Path:
+    """The folder that holds `starter/`, `notebooks/` and `runs/`."""
+    return package_folder("starter").parent
+
+
 def package_files(package: str) -> list[Path]:
     """The Python files of a package, by name; a hidden one, as an editor's lock, is none."""
     return sorted(package_folder(package).glob("[!.]*.py"))
