@@ -254,7 +254,7 @@ class LiveBoard:
                 parts.append(f"{shown} {now[name]:.0%}")
         left = self.total_steps - self._step()
         seconds = [m["seconds_step"] for m in self.metrics[-10:] if "seconds_step" in m]
-        if not left:
+        if left <= 0:
             parts.append("all steps are done")
         elif self.stop.requested:
             parts.append("stopping; the step is saved and the run can be continued")
