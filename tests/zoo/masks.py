@@ -139,4 +139,10 @@ FAULTS = [
         new="tokenizer.encode(output.strip(), add",
         words="were stripped",
     ),
+    Fault(
+        "padded with a token that is not there",
+        old="return algo.pad_and_mask(prompt_ids, response_ids, pad_token_id)",
+        new="return algo.pad_and_mask(prompt_ids, response_ids, tokenizer.pad_token_id)",
+        words="NoneType",
+    ),
 ]

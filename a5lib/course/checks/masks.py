@@ -272,10 +272,12 @@ def spaces_are_kept(algo: Algo) -> None:
 @checks("tokenize_prompt_and_output")
 def rows_stay_in_order(algo: Algo) -> None:
     """Row b holds prompt b and output b, padded with the id that is chosen above your code."""
-    batch = algo.tokenize_prompt_and_output(["a", "aa"], ["bb", "b b"], _tokenizer(dressed=False))
+    tokenizer = _tokenizer(dressed=False)
+    tokenizer.pad_token = None
+    batch = algo.tokenize_prompt_and_output(["a", "aa"], ["bb", "b b"], tokenizer)
     expect_keys("tokenize_prompt_and_output(...)", batch, KEYS)
     # tokens [2, 3, 3, pad, pad] and [2, 2, 3, 5, 3], padding id 1
-    given = 'prompts "a" and "aa", outputs "bb" and "b b", padding id 1'
+    given = 'prompts "a" and "aa", outputs "bb" and "b b"; no padding token, so the end token, 1, pads'
     expect(
         "labels",
         batch["labels"],
