@@ -19,12 +19,6 @@ from torch import Tensor
 from a5lib.errors import UserError
 from a5lib.optimizers import stochastic_round
 from a5lib.plots import COLORS, DASHED, DOTTED, SOLID, Picture, label, look
-from a5lib.rollout_views import rollout_html, rollout_text
-
-__all__ = [
-    "advantage_figure", "clip_figure", "cycle_figure", "ledger_figure", "precision_figure", "rollout_html",
-    "rollout_text",
-]  # fmt: skip
 
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--", "||", "**")
 GREY = "0.35"

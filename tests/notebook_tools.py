@@ -25,7 +25,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from a5lib.course.exercises import EXERCISES, load_algo
+from a5lib.course.exercises import EXERCISES, has_reference, load_algo
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -69,6 +69,7 @@ def execute(nb: Any, impl: str, folder: Path = NOTEBOOKS, allow_errors: bool = F
         nb,
         timeout=600,
         kernel_name="python3",
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors alone
         resources={"metadata": {"path": str(folder)}},
         allow_errors=allow_errors,
         skip_cells_with_tag="nbval-skip",
@@ -173,12 +174,12 @@ def load(name: str) -> Any:
 
 
 def errors(nb: Any) -> list[str]:
-    """The cells that ended in an error, in words."""
+    """The cells that ended in an error, in words. Without `solutions/` a cell may stop with one calm sentence."""
     return [
         f"code cell {index}: {output.ename}: {output.evalue}"
         for index, cell in enumerate((c for c in nb.cells if c.cell_type == "code"), start=1)
         for output in cell.outputs
-        if output.output_type == "error"
+        if output.output_type == "error" and (has_reference() or len(output.traceback) > 1)
     ]
 
 
@@ -228,13 +229,14 @@ def run_on_stubs(name: str, folder: Path) -> str:
 
 def validate() -> int:
     """All that `make test` asks of the notebooks; returns the number of passes that failed."""
-    if not (ROOT / "solutions" / "__init__.py").exists():  # git leaves the folder where __pycache__ lies in it
+    failed = 0
+    if has_reference():
+        strict = [name for name in ALL if name not in LAX]
+        for cwd in (ROOT, NOTEBOOKS):  # twice, from two folders
+            failed += nbval(strict, lax=False, cwd=cwd) != 0
+            failed += nbval(LAX, lax=True, cwd=cwd) != 0
+    else:
         print("The stored outputs come from solutions/, which is not here: the notebooks are not compared with them.")
-        return 0
-    strict = [name for name in ALL if name not in LAX]
-    failed = nbval(strict, lax=False, cwd=ROOT) != 0
-    failed += nbval(LAX, lax=True, cwd=ROOT) != 0
-    failed += nbval(strict, lax=False, cwd=NOTEBOOKS) != 0  # a second time, from another folder
     with tempfile.TemporaryDirectory(prefix="my course dir ") as place, ThreadPoolExecutor(2) as pool:
         for folder in ("notebooks", "runs"):
             shutil.copytree(ROOT / folder, Path(place) / folder)
@@ -245,6 +247,9 @@ def validate() -> int:
 
 
 def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in ("run", "starter", "validate", "address"):
+        print(__doc__)
+        return 2
     command, names = arguments[0], arguments[1:]
     if command == "validate":
         return int(validate() > 0)

@@ -156,7 +156,7 @@ def test_stubs_say_what_to_write(course, capsys):
     words = checked("masks", capsys)
     assert "○ pad_and_mask is not written yet. In starter/masks.py: pad on the right" in words
     assert "○ tokenize_prompt_and_output is not written yet." in words
-    assert "the cells below use the reference" in words and 'hint("masks", 1)' in words
+    assert "Until then a notebook uses the reference." in words and 'hint("masks", 1)' in words
     assert "tokenize" not in checked("pad_and_mask", capsys), "one function may be checked by itself"
 
 

@@ -21,11 +21,9 @@ from a5lib.figures import (
     cycle_figure,
     ledger_figure,
     precision_figure,
-    rollout_html,
-    rollout_text,
 )
 from a5lib.records import Completion, Problem, Rollout
-from a5lib.rollout_views import as_rollout, rollout_class
+from a5lib.rollout_views import as_rollout, rollout_class, rollout_html, rollout_text
 from tests.helpers import tiny_tokenizer
 
 GIB = 2**30

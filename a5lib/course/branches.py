@@ -18,7 +18,8 @@ from a5lib.course.stubs import blank
 from a5lib.errors import UserError
 
 Kind = Literal["starter", "solutions"]
-ANSWERS = ("solutions/", "tests/zoo/", "tests/test_bug_zoo.py")  # the zoo quotes lines of the reference
+# The zoo quotes lines of the reference, and the last test writes out the order of the cycle.
+ANSWERS = ("solutions/", "tests/zoo/", "tests/test_bug_zoo.py", "tests/test_scripted_engine.py")
 MESSAGES = {"starter": "The course: stubs to fill in", "solutions": "The course with its solutions"}
 
 

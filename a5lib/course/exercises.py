@@ -129,7 +129,7 @@ def unwritten_words(name: str) -> str:
 def starter_text(exercise: str) -> str:
     """The student's file as it is saved."""
     try:
-        return (package_folder("starter") / f"{exercise}.py").read_text(encoding="utf-8")
+        return (package_folder("starter") / f"{exercise}.py").read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(
             f"starter/{exercise}.py cannot be read ({error}); `a5 course reset {exercise}` writes a fresh stub."
@@ -187,6 +187,9 @@ class LiveAlgo:
 
 
 def _say_unwritten(name: str, *args: Any, **kwargs: Any) -> None:
+    from a5lib.course.notebook import explain_missing_names
+
+    explain_missing_names()
     raise UserError(
         f"{unwritten_words(name)}, then run this cell again; there is no solutions/ here that could run in its place."
     )

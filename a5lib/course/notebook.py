@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from typing import Any
 
 from a5lib.course.checking import Result, run_checks
 from a5lib.course.exercises import (
@@ -89,7 +90,7 @@ def report(exercise: str, results: list[Result]) -> str:
             continue
         lines += ["", f"○ {function} is not written yet. In starter/{exercise}.py: {words}"]
         if has_reference():
-            lines.append("  Until then the cells below use the reference.")
+            lines.append("  Until then a notebook uses the reference.")
     lines += ["", f'Stuck? hint("{exercise}", 1), then 2, then 3.']
     return "\n".join(lines).strip()
 
@@ -119,13 +120,35 @@ def hint_text(function: str, level: int) -> str:
     return found[1].strip()
 
 
-def _display(markdown: str) -> None:
+def explain_missing_names() -> None:
+    """From now on a NameError in this kernel is one sentence: a cell above stopped at a function that is not written,
+    so what it would have made is missing."""
+    shell = _shell()
+    if shell is None:
+        return
+
+    def explain(shell: Any, kind: type, error: NameError, trace: Any, tb_offset: int | None = None) -> list[str]:
+        return [
+            f"There is no {error.name}: it comes from a cell above that stopped at a function that is not written, or "
+            "it is misspelt; write that function first, or go on with a cell that does not need it."
+        ]
+
+    shell.set_custom_exc((NameError,), explain)
+
+
+def _shell() -> Any:
+    """The IPython shell that this runs in, or None."""
     try:
         from IPython import get_ipython
-        from IPython.display import Markdown, display
     except ImportError:
-        get_ipython = None
-    if get_ipython is None or get_ipython() is None:
+        return None
+    return get_ipython()
+
+
+def _display(markdown: str) -> None:
+    if _shell() is None:
         print(markdown)
-    else:
-        display(Markdown(markdown))
+        return
+    from IPython.display import Markdown, display
+
+    display(Markdown(markdown))
