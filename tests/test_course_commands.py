@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import a5lib.course.branches
@@ -426,6 +428,7 @@ def test_the_starter_branch_works_for_a_student(teacher: Path, starter_branch: s
     git(tmp_path, "clone", "-q", "--single-branch", "--branch", "starter", f"file://{teacher}", "student")
     student = tmp_path / "student"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST", "A5_IMPL"))}
+    env["PYTHONPATH"] = str(student)  # for the kernel, which starts in notebooks/
 
     def python(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *words], cwd=student, env=env, capture_output=True, text=True)
@@ -443,6 +446,17 @@ def test_the_starter_branch_works_for_a_student(teacher: Path, starter_branch: s
     assert f"{sentence} cell again" in done.stdout
     assert "starter/masks.py is still the stub" in said
     assert "ask your teacher" in said
+
+    cells = ["from a5lib.course import algo\nbatch = algo.pad_and_mask([[1]], [[2]], 0)", "batch['labels']", "1 / 0"]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    (student / "notebooks" / "99_three_cells.ipynb").write_text(nbformat.writes(nb))
+    done = python("-c", "from tests.notebook_tools import *\nnb = execute(load('99_three_cells'), 'starter', "
+                  "allow_errors=True)\nfor cell in nb.cells: print(cell.outputs[0].traceback)")  # fmt: skip
+    assert len(done.stdout.splitlines()) == 3, done.stderr
+    stopped, follows, fault = map(ast.literal_eval, done.stdout.splitlines())
+    assert len(stopped) == len(follows) == 1 and "pad_and_mask is not written yet" in stopped[0]
+    assert "name 'batch' is not defined. A cell above stopped at a function that is not written" in follows[0]
+    assert len(fault) > 1 and "ZeroDivisionError" in fault[-1], "a fault of another kind keeps its traceback"
 
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "tests", "-k", "masks")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -187,9 +187,9 @@ class LiveAlgo:
 
 
 def _say_unwritten(name: str, *args: Any, **kwargs: Any) -> None:
-    from a5lib.course.notebook import explain_missing_names
+    from a5lib.course.notebook import explain_what_is_missing
 
-    explain_missing_names()
+    explain_what_is_missing()
     raise UserError(
         f"{unwritten_words(name)}, then run this cell again; there is no solutions/ here that could run in its place."
     )

@@ -120,20 +120,22 @@ def hint_text(function: str, level: int) -> str:
     return found[1].strip()
 
 
-def explain_missing_names() -> None:
-    """From now on a NameError in this kernel is one sentence: a cell above stopped at a function that is not written,
-    so what it would have made is missing."""
+def explain_what_is_missing() -> None:
+    """From now on, in this kernel, a name, an entry or a file's line that is missing is one sentence: a cell above
+    stopped at a function that is not written, and what it would have made is not there."""
     shell = _shell()
     if shell is None:
         return
 
-    def explain(shell: Any, kind: type, error: NameError, trace: Any, tb_offset: int | None = None) -> list[str]:
-        return [
-            f"There is no {error.name}: it comes from a cell above that stopped at a function that is not written, or "
-            "it is misspelt; write that function first, or go on with a cell that does not need it."
-        ]
+    def explain(shell: Any, kind: type, error: Exception, trace: Any, tb_offset: int | None = None) -> None:
+        words = (
+            f"{': '.join(filter(None, (kind.__name__, str(error))))}. A cell above stopped at a function that is not "
+            "written, and this one may need what it would have made; write that function first, or go on with a cell "
+            "that does not need it."
+        )
+        shell._showtraceback(kind, error, [words])  # what IPython itself calls; a custom handler has to show
 
-    shell.set_custom_exc((NameError,), explain)
+    shell.set_custom_exc((NameError, LookupError, StopIteration), explain)
 
 
 def _shell() -> Any:
