@@ -161,7 +161,7 @@ def _output_faults(output: Any, tags: list[str]) -> Iterator[str]:
     text = output.get("text", "") + "".join(data.get(kind, "") for kind in ("text/plain", "text/html", "text/markdown"))
     if re.search(r"0x[0-9a-f]{6,}", text):
         yield "an address in memory is printed"
-    if re.search(r"(?:/home/|/root/|/Users/|/tmp/|/work/|[A-Z]:\\)", text):
+    if re.search(r"(?:/home/|/root/|/Users/|/tmp/|[A-Z]:\\)", text) or str(ROOT) in text:
         yield "a path of one machine is printed"
     if re.search(r"\d+%\|", text):
         yield "a progress bar is stored"
