@@ -23,6 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 TOKEN = "for-this-test-only"
 
 pytestmark = [
+    pytest.mark.reference,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="chromium is not installed here"),

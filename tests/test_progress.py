@@ -46,6 +46,7 @@ def kernel_outputs(folder, monkeypatch, ci, block):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.reference
 def test_a_kernel_without_ipywidgets_trains_with_text_bars(tmp_path, monkeypatch):
     outputs, errors = kernel_outputs(tmp_path, monkeypatch, ci="", block='sys.modules["ipywidgets"] = None')
     assert not any(WIDGET in output.get("data", {}) for output in outputs), "a widget without ipywidgets"
@@ -53,6 +54,7 @@ def test_a_kernel_without_ipywidgets_trains_with_text_bars(tmp_path, monkeypatch
     assert "Warning" not in errors, f"a missing package that nobody needs is no warning: {errors!r}"
 
 
+@pytest.mark.reference
 def test_a_kernel_in_ci_shows_no_bars_at_all(tmp_path, monkeypatch):
     outputs, errors = kernel_outputs(tmp_path, monkeypatch, ci="true", block="")
     assert not any(WIDGET in output.get("data", {}) for output in outputs), "a bar of tqdm.notebook"
