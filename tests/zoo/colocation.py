@@ -26,6 +26,12 @@ GENERATE = """\
 
 FAULTS = [
     Fault(
+        "one weight verified",
+        old="    if have != want:\n",
+        new='    if have["lm_head"] != want["lm_head"]:\n',
+        words="compare all of the engine's checksums",
+    ),
+    Fault(
         "sleep before generation",
         old=GENERATE,
         new="    engine.sleep(level=2)\n    rollouts = list(engine.generate(prompts))\n",

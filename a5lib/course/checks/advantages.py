@@ -51,6 +51,10 @@ def mean_and_standard_deviation(algo: Algo) -> None:
             }
         ),
     )  # fmt: skip
+    expect(
+        "the type of the advantages", str(_advantages(algo, [1.0, 0.0], 2).dtype), "torch.float32", given="[1.0, 0.0]",
+        likely="The arithmetic has left float32; the loss expects it.",
+    )  # fmt: skip
 
 
 @checks(FUNCTION)

@@ -8,7 +8,7 @@ from a5lib.course.checking import Mistake, checks, expect, expect_error
 from a5lib.course.exercises import Algo
 from a5lib.course.scripted_engine import (
     PROMPTS,
-    Fault,
+    WEIGHTS,
     Objection,
     ScriptedEngine,
     ScriptedTrainer,
@@ -85,12 +85,10 @@ def _left_undone(trainer: ScriptedTrainer, engine: ScriptedEngine) -> str:
 @checks("colocated_cycle")
 def a_false_load_is_refused(algo: Algo) -> None:
     """A load that reports success but leaves a weight as it was ends in a RuntimeError."""
-    faults: dict[Fault, str] = {
-        "load skips a weight": "an engine whose load skips lm_head and reports success",
-        "load changes nothing": "an engine whose load changes nothing and reports success",
-    }
-    for fault, given in faults.items():
-        trainer, engine = scripted_pair(fault)
+    for skips in [*((name,) for name in WEIGHTS), WEIGHTS]:
+        what = f"skips {skips[0]}" if len(skips) == 1 else "changes nothing"
+        given = f"an engine whose load {what} and reports success"
+        trainer, engine = scripted_pair(skips)
 
         def run(trainer: ScriptedTrainer = trainer, engine: ScriptedEngine = engine, given: str = given) -> Any:
             try:
@@ -100,7 +98,7 @@ def a_false_load_is_refused(algo: Algo) -> None:
                 raise Mistake("the call", given, "a RuntimeError of your own", "an objection", likely) from None
 
         expect_error(
-            run, RuntimeError, given=given, words="lm_head" if fault == "load skips a weight" else "",
+            run, RuntimeError, given=given, words=skips[0] if len(skips) == 1 else "",
             likely="After loading, compare all of the engine's checksums with the trainer's, and raise a RuntimeError "
             "that names the weight that differs.",
         )  # fmt: skip
