@@ -140,16 +140,17 @@ def test_missing_keys_and_other_kinds_are_named():
 
 def test_a_report_says_a_thing_once_and_where_to_begin():
     first, second = ("pad_and_mask", "tokenize_prompt_and_output")
+    whose = {first: "yours", second: "yours"}
     results = [
         Result(Check(first, "The padding is on the right.", print), "failed", "Likely:   One."),
         Result(Check(first, "The labels are shifted.", print), "failed", "Likely:   One."),
         Result(Check(second, "It returns a batch.", print), "failed", "Likely:   One."),
     ]
-    said = report("masks", results)
+    said = report("masks", results, whose)
     assert said.count("Likely:   One.") == 2, "once for each function"
     assert said.count("The same as above.") == 1
     assert "Mend the first function first" in said
-    assert "Mend the first function first" not in report("masks", results[:2])
+    assert "Mend the first function first" not in report("masks", results[:2], whose)
 
 
 def test_stubs_say_what_to_write(course, capsys):

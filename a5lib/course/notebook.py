@@ -13,6 +13,7 @@ from a5lib.course.checking import Result, run_checks
 from a5lib.course.exercises import (
     EXERCISES,
     MissingPackage,
+    Whose,
     algo_to_check,
     chosen_impl,
     exercise_of,
@@ -54,8 +55,9 @@ def check_in_words(*names: str) -> tuple[bool, str]:
     passed, reports = True, []
     for name, exercise in [(name, exercise_of(name)) for name in names]:
         try:
-            results = [r for r in run_checks(exercise) if name in (exercise, r.check.function)]
-            reports.append(report(exercise, results))
+            functions = algo_to_check(exercise)
+            results = [r for r in run_checks(exercise, functions) if name in (exercise, r.check.function)]
+            reports.append(report(exercise, results, functions.whose))
         except MissingPackage:
             raise
         except UserError as error:
@@ -64,9 +66,8 @@ def check_in_words(*names: str) -> tuple[bool, str]:
     return passed, "\n\n".join(reports)
 
 
-def report(exercise: str, results: list[Result]) -> str:
+def report(exercise: str, results: list[Result], whose: dict[str, Whose]) -> str:
     """The results in words: what is wrong first, then what is still to be written."""
-    whose = algo_to_check(exercise).whose
     passed = [r for r in results if r.status == "passed"]
     failed = [r for r in results if r.status == "failed"]
     unwritten = {r.check.function: r.words for r in results if r.status == "unwritten"}
