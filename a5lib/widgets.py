@@ -34,81 +34,91 @@ GIB = 2**30
 def advantage_explorer(algo: Any) -> Any:
     """Sliders for the rewards of a group; its advantages under each normaliser. Taught in notebook 04."""
 
+    start = {"group_size": 8, "right": 2, "wrong_reward": 0.0}
+
     def draw(group_size: int, right: int, wrong_reward: float) -> Picture:
         right = min(right, group_size)
         return advantage_figure(algo, [1.0] * right + [wrong_reward] * (group_size - right))
 
     def controls(w: Any) -> dict[str, Any]:
         return {
-            "group_size": w.IntSlider(8, 1, 16, description="responses"),
-            "right": w.IntSlider(2, 0, 16, description="right ones"),
-            "wrong_reward": w.FloatSlider(0.0, min=0.0, max=1.0, step=0.1, description="reward if wrong"),
+            "group_size": w.IntSlider(start["group_size"], 1, 16, description="responses"),
+            "right": w.IntSlider(start["right"], 0, 16, description="right ones"),
+            "wrong_reward": w.FloatSlider(
+                start["wrong_reward"], min=0.0, max=1.0, step=0.1, description="reward if wrong"
+            ),
         }
 
-    start = {"group_size": 8, "right": 2, "wrong_reward": 0.0}
     return _explorer(draw, controls, start, "advantage_figure(algo, rewards)")
 
 
 def clip_explorer(algo: Any) -> Any:
     """Sliders for ratio, advantage and clip range; loss and gradient of a token. Taught in notebook 05."""
+    start = {"ratio": 1.1, "advantage": 1.0, "cliprange": 0.2}
 
     def controls(w: Any) -> dict[str, Any]:
         return {
-            "ratio": w.FloatSlider(1.1, min=0.05, max=HIGHEST_RATIO, step=0.05, description="ratio"),
-            "advantage": w.FloatSlider(1.0, min=-2.0, max=2.0, step=0.25, description="advantage"),
-            "cliprange": w.FloatSlider(0.2, min=0.0, max=0.9, step=0.05, description="clip range"),
+            "ratio": w.FloatSlider(start["ratio"], min=0.05, max=HIGHEST_RATIO, step=0.05, description="ratio"),
+            "advantage": w.FloatSlider(start["advantage"], min=-2.0, max=2.0, step=0.25, description="advantage"),
+            "cliprange": w.FloatSlider(start["cliprange"], min=0.0, max=0.9, step=0.05, description="clip range"),
         }
 
     def draw(ratio: float, advantage: float, cliprange: float) -> Picture:
         return clip_figure(algo, ratio, advantage, cliprange)
 
-    start = {"ratio": 1.1, "advantage": 1.0, "cliprange": 0.2}
     return _explorer(draw, controls, start, "clip_figure(algo, ratio, advantage, cliprange)")
 
 
 def precision_explorer() -> Any:
     """Sliders for a weight, the update and the number of updates; what is stored. Taught in notebook 07."""
 
+    start: dict[str, Any] = {"weight": 1.0, "exponent": -3.0, "sign": 1, "steps": 200}
+
     def draw(weight: float, exponent: float, sign: int, steps: int) -> Picture:
         return precision_figure(weight, sign * 10.0**exponent, steps)
 
     def controls(w: Any) -> dict[str, Any]:
         return {
-            "weight": w.SelectionSlider(options=[0.01, 0.1, 0.5, 1.0, 2.0, 8.0], value=1.0, description="weight"),
-            "exponent": w.FloatSlider(-3.0, min=-6.0, max=-1.0, step=0.25, description="log10 update"),
-            "sign": w.Dropdown(options=[("up", 1), ("down", -1)], value=1, description="direction"),
-            "steps": w.IntSlider(200, 10, 1000, step=10, description="updates"),
+            "weight": w.SelectionSlider(
+                options=[0.01, 0.1, 0.5, 1.0, 2.0, 8.0], value=start["weight"], description="weight"
+            ),
+            "exponent": w.FloatSlider(start["exponent"], min=-6.0, max=-1.0, step=0.25, description="log10 update"),
+            "sign": w.Dropdown(options=[("up", 1), ("down", -1)], value=start["sign"], description="direction"),
+            "steps": w.IntSlider(start["steps"], 10, 1000, step=10, description="updates"),
         }
 
-    start = {"weight": 1.0, "exponent": -3.0, "sign": 1, "steps": 200}
     return _explorer(draw, controls, start, "precision_figure(weight, update, steps)")
 
 
 def memory_explorer() -> Any:
     """Will it fit my card? Sliders for an update's sizes; its predicted bytes. Taught in notebook 09."""
     shapes = {"OLMo-2 1B": OLMO2_1B, "toy model": TOY}
+    start: dict[str, Any] = {
+        "model": "OLMo-2 1B", "sequences": 64, "length": 1024, "microbatch": 2, "optimizer_state": "bf16",
+        "engine": "resident", "low_memory": True, "budget": 16,
+    }  # fmt: skip
 
     def draw(model: str, budget: int, **sizes: Any) -> Picture:
         return ledger_figure(update_ledger(shapes[model], **sizes), budget * GIB)
 
     def controls(w: Any) -> dict[str, Any]:
-        def powers(low: int, high: int, value: int, name: str) -> Any:
-            return w.SelectionSlider(options=[2**i for i in range(low, high + 1)], value=value, description=name)
+        def powers(low: int, high: int, name: str, words: str) -> Any:
+            return w.SelectionSlider(options=[2**i for i in range(low, high + 1)], value=start[name], description=words)
 
         return {
-            "model": w.Dropdown(options=list(shapes), description="model"),
-            "sequences": powers(0, 9, 64, "sequences"),
-            "length": powers(6, 12, 1024, "tokens of each"),
-            "microbatch": powers(0, 7, 2, "microbatch"),
-            "optimizer_state": w.Dropdown(options=get_args(OptimizerState), value="bf16", description="AdamW state"),
-            "engine": w.Dropdown(options=get_args(EngineName), description="engine"),
-            "low_memory": w.Checkbox(True, description="recompute layers, score in blocks"),
-            "budget": w.SelectionSlider(options=[4, 6, 8, 12, 16, 24, 32, 48, 80, 141], value=16,
+            "model": w.Dropdown(options=list(shapes), value=start["model"], description="model"),
+            "sequences": powers(0, 9, "sequences", "sequences"),
+            "length": powers(6, 12, "length", "tokens of each"),
+            "microbatch": powers(0, 7, "microbatch", "microbatch"),
+            "optimizer_state": w.Dropdown(
+                options=get_args(OptimizerState), value=start["optimizer_state"], description="AdamW state"
+            ),
+            "engine": w.Dropdown(options=get_args(EngineName), value=start["engine"], description="engine"),
+            "low_memory": w.Checkbox(start["low_memory"], description="recompute layers, score in blocks"),
+            "budget": w.SelectionSlider(options=[4, 6, 8, 12, 16, 24, 32, 48, 80, 141], value=start["budget"],
                                         description="card (GiB)"),
         }  # fmt: skip
 
-    start = {"model": "OLMo-2 1B", "sequences": 64, "length": 1024, "microbatch": 2, "optimizer_state": "bf16",
-             "engine": "resident", "low_memory": True, "budget": 16}  # fmt: skip
     return _explorer(draw, controls, start, "ledger_figure(update_ledger(OLMO2_1B, ...), budget)")
 
 
