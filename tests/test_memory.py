@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from a5lib import doctor
 from a5lib.course import load_algo
 from a5lib.course.byte_counts import peak_bytes
 from a5lib.errors import UserError
-from a5lib.memory import OLMO2_1B, TOY, host_ledger, update_ledger
+from a5lib.memory import OLMO2_1B, STATE_BYTES, TOY, host_ledger, update_ledger
 from a5lib.models import load_policy
 from starter.layer_major import part_parameters
 
@@ -162,3 +163,9 @@ def test_the_prediction_bounds_what_an_update_of_the_toy_takes(way):
     ledger = update_ledger(TOY, sequences=8, length=64, microbatch=2, bytes_per_weight=4, **PASSES[way])
     made = sum(size for name, size in ledger.items() if name not in ("weights", "optimizer state"))
     assert 0.7 * made < peak_bytes(run) < 1.02 * made
+
+
+def test_the_doctor_counts_as_the_ledger_does():
+    # It must run where torch is missing, so it has numbers of its own.
+    assert OLMO2_1B.parameters() == doctor.OLMO2_1B_PARAMETERS
+    assert {state: 4 + STATE_BYTES[state] for state in doctor.BYTES_PER_PARAMETER} == doctor.BYTES_PER_PARAMETER
