@@ -211,7 +211,8 @@ def stored_weights(start: Tensor, update: float, steps: int) -> dict[str, list[f
     master = start.float()
     for _ in range(steps):
         nearest = (nearest.float() + update).bfloat16()
-        stochastic = stochastic_round(stochastic.float() + update, generator)
+        bits = torch.randint(1 << 16, (), dtype=torch.int32, generator=generator)
+        stochastic = stochastic_round(stochastic.float() + update, bits)
         wanted = kahan.float() + left_out.float() + update
         kahan = wanted.bfloat16()
         left_out = (wanted - kahan.float()).bfloat16()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
-from a5lib.optimizers import AdamW, clip_grad_norm
+from a5lib.optimizers import AdamW, clip_scale, gradient_norms, total_norm
 
 
 class ResidentEngine:
@@ -90,10 +90,11 @@ class ResidentEngine:
     def step(self, learning_rate: float) -> float:
         """See `Engine.step`."""
         try:
-            norm = clip_grad_norm(self.model.named_parameters(), self.config.max_grad_norm)
+            grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            norm = total_norm(list(grads), gradient_norms(list(grads.values())))
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self.optimizer.step()
+            self.optimizer.step(grad_scale=clip_scale(norm, self.config.max_grad_norm))
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return norm
