@@ -24,7 +24,6 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from a5lib.config import TrainConfig
 from a5lib.errors import UserError
-from a5lib.memory import MemoryRecorder
 from a5lib.metrics import PHASES
 from a5lib.models import encode_prompt, load_policy
 from a5lib.prompts import load_prompt
@@ -163,7 +162,6 @@ def bench(
     console = console or Console()
     model, tokenizer = load_policy()
     times = compare_generation(model, tokenizer, prompts=prompts, group_size=group_size, rounds=rounds)
-    recorder = MemoryRecorder(model.device)
 
     table = Table(title=f"Generation: {prompts} x {group_size} responses, temperature 1, median (min-max) of {rounds}")
     for column in ("", "seconds", "response tokens/s"):
@@ -198,7 +196,7 @@ def bench(
     for name in ("generation_tokens_per_second", "update_tokens_per_second"):
         table.add_row(name.replace("_", " "), _spread([m[name] for m in warm], "{:.0f}"))
     peak = max(max(m[f"memory_{phase}"] for phase in ("generate", "score", "update")) for m in metrics)
-    kind = "card, peak allocated" if recorder.device.type == "cuda" else "process, resident"
+    kind = "card, peak allocated" if model.device.type == "cuda" else "process, resident"
     table.add_row(f"memory ({kind})", f"{peak / 2**20:.0f} MiB")
     console.print(table)
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, device {model.device}.")

@@ -1,9 +1,9 @@
-"""Memory of an update, predicted and measured.
+"""Memory of an update, predicted: the ledger adds up the bytes on the card, by name, from a model's shape and a batch's
+size alone.
 
-The ledger predicts: from a model's shape and a batch's size alone it adds up the bytes on the card, by name. The
-recorder measures: the card's peak within a phase, and the process's resident set. Neither knows the algorithm. What the
-ledger leaves out: the driver's own memory (some hundreds of MiB), gaps between allocations, and the temporaries of the
-optimizer's step, which come when the activations are gone.
+It does not know the algorithm and measures nothing (`a5lib.recorder` does). What it leaves out: the driver's own memory
+(some hundreds of MiB), gaps between allocations, and the temporaries of the optimizer's step, which come when the
+activations are gone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-import psutil
-import torch
-
 from a5lib.config import OptimizerState
 from a5lib.errors import UserError
-from a5lib.records import MemoryPoint
 
 EngineName = Literal["resident", "layer_major"]
 
@@ -212,29 +208,3 @@ def _check_ledger_arguments(
         raise UserError(f"Unknown optimizer_state {optimizer_state!r}; choose one of {', '.join(STATE_BYTES)}.")
     if engine not in get_args(EngineName):
         raise UserError(f"Unknown engine {engine!r}; choose one of {', '.join(get_args(EngineName))}.")
-
-
-class MemoryRecorder:
-    """Marks phases and keeps one `MemoryPoint` for each, in bytes.
-
-    >>> recorder = MemoryRecorder(torch.device("cpu"))
-    >>> recorder.start()
-    >>> recorder.stop("update").phase
-    'update'
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self) -> None:
-        """Forget the card's earlier peak."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def stop(self, phase: str) -> MemoryPoint:
-        """Wait for the card and read both: the peak allocated since `start`, and the resident set now."""
-        peak = 0
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device)
-        return MemoryPoint(phase, psutil.Process().memory_info().rss, peak)

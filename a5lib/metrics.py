@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from a5lib.grading import near_miss_format
-from a5lib.memory import MemoryRecorder
+from a5lib.recorder import MemoryRecorder
 from a5lib.records import Rollout
 
 PHASES = ("generate", "reward", "score", "update", "eval", "save")
@@ -21,10 +21,16 @@ MEMORY_PHASES = ("generate", "score", "update")
 
 
 class Clock:
-    """Seconds and memory of each phase of one rollout batch: `with clock("update"): ...`."""
+    """Seconds and memory of each phase of one rollout batch: `with clock("update"): ...`.
 
-    def __init__(self, recorder: MemoryRecorder) -> None:
+    Args:
+        recorder: measures the memory.
+        step: number of the rollout batch, which the recorder's samples carry.
+    """
+
+    def __init__(self, recorder: MemoryRecorder, step: int = 0) -> None:
         self.recorder = recorder
+        self.step = step
         self.began = time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.memory = dict.fromkeys(MEMORY_PHASES, 0)
@@ -33,8 +39,12 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         self.recorder.start()
         started = time.perf_counter()
-        yield
-        point = self.recorder.stop(phase)  # waits for the card, so the seconds are those of finished work
+        try:
+            yield
+        except BaseException:
+            self.recorder.stop(phase, self.step, wait=False)  # its samples show how the memory became full
+            raise
+        point = self.recorder.stop(phase, self.step)  # waits for the card, so the seconds are those of finished work
         self.seconds[phase] += time.perf_counter() - started
         if phase in self.memory:
             on_card = self.recorder.device.type == "cuda"

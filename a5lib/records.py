@@ -47,11 +47,37 @@ class Rollout:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory in bytes at the end of a phase: the process's resident set, and the card's peak since the phase began."""
+    """Memory of a phase, in bytes.
+
+    `host_bytes` is the process's resident set at the end. Of the card, each the most since the phase began:
+    `card_peak_bytes` what torch's allocator has handed out, `card_reserved_bytes` what it has taken from the card for
+    that (both 0 on the CPU), `card_used_bytes` the use of the whole card by all programs, as seen about twenty times a
+    second (None where nothing can be asked).
+    """
 
     phase: str
     host_bytes: int
     card_peak_bytes: int
+    card_reserved_bytes: int = 0
+    card_used_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """A line of memory.jsonl: the most of each, in bytes, since the sample before it. A phase has at most 200 of them.
+
+    `t` is in seconds since the run began. `allocated` is what torch's allocator has handed out on the card, `reserved`
+    what it has taken from the card for that (both 0 on the CPU), `card` the use of the whole card by all programs (None
+    where nothing can be asked), `host` the process's resident set.
+    """
+
+    t: float
+    step: int
+    phase: str
+    allocated: int
+    reserved: int
+    card: int | None
+    host: int
 
 
 # name -> definition. One line of metrics.jsonl holds these for one rollout batch.

@@ -5,12 +5,13 @@
     environment.json     versions and machine
     metrics.jsonl        a line for each rollout batch
     evaluations.jsonl    a line for each validation
+    memory.jsonl         how much memory was in use while each phase ran
     rollouts/            step-000010.jsonl: a line for each response of that step
 
 A line of evaluations.jsonl holds "step", "kind" ("sampled" or "greedy") and the fields of `evaluation.Evaluation`.
 All JSON is strict: NaN and infinity are refused, not written as null, so that a reader never meets a hole without a
 reason.
-This file does not know how the numbers come about; `a5lib.records.METRICS` says what they mean.
+This file does not know how the numbers come about; `a5lib.records.METRICS` and `MemorySample` there say what they mean.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ import torch
 from a5lib import __version__
 from a5lib.config import TrainConfig, flag, resolve
 from a5lib.errors import UserError
-from a5lib.records import METRICS, Rollout
+from a5lib.records import METRICS, MemorySample, Rollout
 
 if TYPE_CHECKING:
     from a5lib.evaluation import Evaluation
 
-METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
+METRICS_FILE, EVALUATIONS_FILE, MEMORY_FILE = "metrics.jsonl", "evaluations.jsonl", "memory.jsonl"
 
 
 class RunLog:
@@ -65,6 +66,7 @@ class RunLog:
         self._track, self._finish_tracker = start_tracker(config.tracker, self.run_dir, config)
         with self._disk_trouble():
             self._rewind(keep_until)
+            self._seconds_before = max((r["t"] for r in read_jsonl(self.run_dir / MEMORY_FILE)), default=0.0)
             # The folder may be moved or published, so its own path is not part of the record.
             _replace(self.run_dir / "config.json", _json({**config.to_json(), "output_dir": None}, indent=1))
             _replace(self.run_dir / "command.txt", repeat_command(config))
@@ -92,6 +94,12 @@ class RunLog:
             raise ValueError(f"The kind of an evaluation is {kind!r}; expected 'sampled' or 'greedy'.")
         self._append(EVALUATIONS_FILE, {"step": step, "kind": kind, **result.to_json()})
         self._track(step, {f"validation_accuracy_{kind}": result.accuracy})
+
+    def memory(self, samples: Sequence[MemorySample]) -> None:
+        """Append lines to memory.jsonl. In a continued run their seconds go on where the kept ones end."""
+        self._append(
+            MEMORY_FILE, *(dataclasses.asdict(s) | {"t": round(s.t + self._seconds_before, 3)} for s in samples)
+        )
 
     def rollouts(self, step: int, rollouts: Sequence[Rollout]) -> Path:
         """Write rollouts/step-000010.jsonl, one line for each rollout; returns its path."""
@@ -121,16 +129,16 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        line = _json(record) + "\n"
+    def _append(self, name: str, *records: dict[str, Any]) -> None:
+        lines = "".join(_json(record) + "\n" for record in records)
         with self._disk_trouble():
             if name not in self._files:
                 self._files[name] = open(self.run_dir / name, "a", encoding="utf-8")  # noqa: SIM115
-            self._files[name].write(line)
+            self._files[name].write(lines)
             self._files[name].flush()
 
     def _rewind(self, step: int) -> None:
-        for name in (METRICS_FILE, EVALUATIONS_FILE):
+        for name in (METRICS_FILE, EVALUATIONS_FILE, MEMORY_FILE):
             path = self.run_dir / name
             if path.exists():
                 _replace(path, "".join(_json(r) + "\n" for r in read_jsonl(path) if r["step"] <= step))

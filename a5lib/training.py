@@ -34,12 +34,12 @@ from a5lib.engines.resident import ResidentEngine
 from a5lib.errors import UserError
 from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import REWARD_FUNCTIONS
-from a5lib.memory import MemoryRecorder
 from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
 from a5lib.models import claim_folder, encode_prompt, load_policy, save_model
 from a5lib.optimizers import warmup_lr
 from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
+from a5lib.recorder import MemoryRecorder
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts import RolloutBackend
 from a5lib.rollouts.transformers_backend import TransformersRollouts
@@ -116,7 +116,6 @@ def train(
         seed(config.seed)
     engine: Engine = ResidentEngine(model, config, algo)
     backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size)
-    recorder = MemoryRecorder(next(model.parameters()).device)
     state = RunState()
     data = {"--train-file": fingerprint(train_problems), "--val-file": fingerprint(val_problems)}
     warnings: list[str] = []
@@ -128,6 +127,7 @@ def train(
         restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
         checkpoint = None  # its tensors are as large as the training state
     log = RunLog(run_dir, config, whose=algo.summary(), keep_until=state.step)
+    recorder = MemoryRecorder(next(model.parameters()).device, log.memory)
     say(f"Run folder: {run_dir}. Algorithm {config.algorithm}; code: {algo.summary()}; reward: {grader}.")
     for sentence in warnings:
         say(sentence)
@@ -175,7 +175,7 @@ def train(
                            initial=state.step, total=config.num_steps)  # fmt: skip
         with stop_between_steps(say, stop) as request:
             for step in bar:
-                clock = Clock(recorder)
+                clock = Clock(recorder, step)
 
                 with clock("generate"), run_faults(f"Step {step}, generation", config):
                     problems = sampler.next_batch()

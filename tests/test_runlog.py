@@ -18,7 +18,7 @@ import torch
 from a5lib.config import TrainConfig, flag, resolve
 from a5lib.errors import UserError
 from a5lib.evaluation import Evaluation, Example
-from a5lib.records import METRICS, Completion, Problem, Rollout
+from a5lib.records import METRICS, Completion, MemorySample, Problem, Rollout
 from a5lib.runlog import RunLog, describe_environment, read_config, read_jsonl, repeat_command
 
 CONFIG = resolve(TrainConfig(output_dir=Path("somewhere/else")))
@@ -101,6 +101,19 @@ def test_rollouts_are_one_line_each_with_every_field(tmp_path):
     assert records[0] == dataclasses.asdict(rollout())
 
 
+def sample(t, step, phase="update"):
+    return MemorySample(t, step, phase, allocated=5, reserved=6, card=None, host=7)
+
+
+def test_samples_of_memory_are_one_line_each_with_every_field(tmp_path):
+    with RunLog(tmp_path, CONFIG) as log:
+        log.memory([sample(0.25, 1), sample(0.3, 1)])
+        log.memory([sample(0.5, 1, "save")])
+        written = lines(tmp_path / "memory.jsonl")
+    first = {"t": 0.25, "step": 1, "phase": "update", "allocated": 5, "reserved": 6, "card": None, "host": 7}
+    assert written == [first, first | {"t": 0.3}, first | {"t": 0.5, "phase": "save"}]
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"run log in .* cannot be written"):
         RunLog(tmp_path / "missing", CONFIG)
@@ -139,6 +152,15 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert text == "".join(before[:2]) + '{"step": 3, "loss": 3.5}\n', "a step was logged twice, or a torn line stayed"
     assert [r["step"] for r in read_jsonl(tmp_path / "evaluations.jsonl")] == [0, 1, 2]
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
+
+
+def test_in_a_continued_run_the_seconds_of_memory_go_on(tmp_path):
+    with RunLog(tmp_path, CONFIG) as log:
+        log.memory([sample(1.0, 1), sample(2.5, 1), sample(4.0, 2)])
+    with RunLog(tmp_path, CONFIG, keep_until=1) as log:
+        log.memory([sample(0.125, 2)])
+    kept = [(r["step"], r["t"]) for r in read_jsonl(tmp_path / "memory.jsonl")]
+    assert kept == [(1, 1.0), (1, 2.5), (2, 2.625)], "step 2 was taken again, 0.125 s after the new start"
 
 
 # --- what is frozen
