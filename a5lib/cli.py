@@ -32,6 +32,8 @@ from a5lib.errors import UserError
 from a5lib.progress import progress_bar
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from a5lib.evaluation import Evaluation
 
 console = Console()
@@ -232,7 +234,27 @@ def plot_command(
 
     if not runs:
         raise UserError("a5 plot needs at least one run folder, such as runs/grpo-seed0.")
-    figure = plot_runs(list(runs))
+    return write_picture(plot_runs(list(runs)), output)
+
+
+def plot_memory_command(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    /,
+    output: Path = Path("memory.png"),
+) -> int:
+    """Draw the memory of a run over time, and beside it what was predicted.
+
+    Args:
+        run: Run folder.
+        output: Picture to write; the ending chooses the format (png, pdf, svg).
+    """
+    from a5lib.plots import plot_memory
+
+    return write_picture(plot_memory(run), output)
+
+
+def write_picture(figure: Figure, output: Path) -> int:
+    """Write a figure to the file that the user named; what goes wrong is one sentence."""
     try:
         figure.savefig(output)
     except (OSError, ValueError) as error:
@@ -462,6 +484,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train_command,
     "evaluate": evaluate_command,
     "plot": plot_command,
+    "plot memory": plot_memory_command,
     "doctor": doctor_command,
     "bench": bench_command,
     "course status": course_status_command,

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import json
+import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +26,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from a5lib.errors import UserError
-from a5lib.runlog import EVALUATIONS_FILE, METRICS_FILE, read_jsonl
+from a5lib.runlog import EVALUATIONS_FILE, MEMORY_FILE, METRICS_FILE, PLAN_FILE, read_jsonl
 
 COLORS: list[str] = matplotlib.style.library["petroff10"]["axes.prop_cycle"].by_key()["color"]
 MARKERS = "osD^vPX*<>"
@@ -297,6 +301,195 @@ def _rows(ax: Axes, names: Iterable[str], title: str, xlabel: str) -> None:
     label(ax, title, xlabel, "")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)  # the first one at the top
+
+
+# --- the memory of one run
+
+MEMORY_LINES: dict[str, dict[str, Any]] = {  # field of a MemorySample -> how it is drawn
+    "card": {"label": "whole card, all programs", "color": "0.3", "marker": "v", "linestyle": DOTTED},
+    "reserved": {"label": "reserved by torch", "color": COLORS[1], "marker": "s", "linestyle": DASHED},
+    "allocated": {"label": "allocated by torch", "color": COLORS[0], "marker": "o", "linestyle": SOLID},
+    "host": {"label": "process, on the host", "color": COLORS[2], "marker": "D", "linestyle": SOLID},
+}
+COVERS = {"update": ("update", "step")}  # a phase of the loop that is several phases of the plan
+BUFFER_HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "", "///", "...", "\\\\\\")
+GIB = 2**30
+SHADE = 0.25  # opacity of a phase
+NAMED_FROM = 0.1  # a phase that takes this share of the width has its name in it; the legend has all
+FAR = 2.0  # a budget beyond this times the highest use would press all else flat
+
+
+@dataclass(frozen=True)
+class Place:
+    """The card or the host: which fields of a sample are measured there, and which bytes are predicted in a phase."""
+
+    name: str
+    fields: tuple[str, ...]
+    ledgers: Mapping[str, Mapping[str, int]]  # phase of the plan -> buffer -> bytes
+    budget: int | None = None
+
+
+def plot_memory(run_dir: Path) -> Picture:
+    """Memory in use while a run's phases ran, and beside it the bytes that its plan predicts. Taught in notebook 09.
+
+    Left the use of card and host in GiB over seconds, with the phases shaded: of the rollout batch with the highest
+    use, the one before and the one after it. Right the predicted buffers of each phase as a stack; the marks are the
+    highest use that was measured in this phase, in any rollout batch. A dashed line is the card's budget.
+
+    Args:
+        run_dir: a run folder; memory.jsonl in it is read, and plan.json where there is one.
+
+    Raises:
+        UserError: the folder has no samples of memory, or one of the files is damaged.
+    """
+    samples = read_jsonl(Path(run_dir) / MEMORY_FILE)
+    if not samples:
+        raise UserError(f"{run_dir} has no {MEMORY_FILE} with a finished phase; name the folder of a run.")
+    places = _places(Path(run_dir), on_card=any(s["reserved"] for s in samples))
+    highest = max(samples, key=lambda s: s[places[0].fields[-1]])["step"]
+    shown = [s for s in samples if abs(s["step"] - highest) <= 1]
+    buffers = list(dict.fromkeys(b for place in places for ledger in place.ledgers.values() for b in ledger))
+    with look():
+        figure = Picture(figsize=(11 if buffers else 8, 1.6 + 2.6 * len(places)), layout="constrained")
+        rows = figure.subplots(len(places), 2 if buffers else 1, sharey="row", squeeze=False,
+                               width_ratios=(3, 2) if buffers else None)  # fmt: skip
+        for place, (timeline, *stacks) in zip(places, rows, strict=True):
+            _draw_timeline(timeline, shown, place)
+            for ax in stacks:
+                _draw_ledgers(ax, samples, place, buffers)
+            _fit(place, samples, (timeline, *stacks))
+        rows[-1, 0].set_xlabel("seconds since the run began")
+        if buffers:
+            rows[-1, 1].set_xlabel("phase, and the sum of its buffers (GiB)")
+        _memory_legends(figure, places, samples, shown, buffers)
+        figure.suptitle(Path(run_dir).resolve().name)
+    return figure
+
+
+def _places(run_dir: Path, on_card: bool) -> list[Place]:
+    """What plan.json says of the card, if one was used, and of the host; no ledgers without that file."""
+    path = run_dir / PLAN_FILE
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"card": {}, "host": {}}
+        card = {str(phase): {str(n): int(size) for n, size in sizes.items()} for phase, sizes in plan["card"].items()}
+        host = {str(name): int(size) for name, size in plan["host"].items()}
+        budget = None if plan.get("budget_bytes") is None else int(plan["budget_bytes"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is not a plan of memory ({error!r}); remove it to draw the measured part.") from error
+    if not on_card:
+        return [Place("host", ("host",), {phase: {**host, **sizes} for phase, sizes in card.items()})]
+    return [
+        Place("card", ("card", "reserved", "allocated"), card, budget),
+        Place("host", ("host",), dict.fromkeys(card, host)),
+    ]
+
+
+def _draw_timeline(ax: Axes, samples: Sequence[Mapping[str, Any]], place: Place) -> None:
+    """The lines of the place, broken between phases, which are shaded."""
+    phases = [list(group) for _, group in itertools.groupby(samples, key=lambda s: (s["step"], s["phase"]))]
+    whole = samples[-1]["t"] - samples[0]["t"]
+    for phase in phases:
+        name = _phase_name(phase[0]["phase"])
+        begin, end = phase[0]["t"], phase[-1]["t"]
+        ax.axvspan(begin, end, facecolor=_phase_color(name), alpha=SHADE, linewidth=0)
+        if end - begin > NAMED_FROM * whole:
+            ax.annotate(name, ((begin + end) / 2, 1), (0, -3), xycoords=("data", "axes fraction"), ha="center",
+                        va="top", fontsize=8, textcoords="offset points")  # fmt: skip
+    for field in place.fields:
+        xs = [x for phase in phases for x in (*(s["t"] for s in phase), math.nan)]
+        ys = [y for phase in phases for y in (*(_gib(s[field]) for s in phase), math.nan)]
+        if any(y == y for y in ys):
+            ax.plot(xs, ys, **MEMORY_LINES[field], drawstyle="steps-pre", markevery=max(1, len(xs) // 12), markersize=4,
+                    linewidth=1.4)  # fmt: skip
+    for step, group in itertools.groupby(samples, key=lambda s: s["step"]):
+        start = next(group)["t"]
+        ax.axvline(start, color="0.4", linewidth=0.8)
+        ax.annotate(f"batch {step}", (start, 0), (3, 3), xycoords=("data", "axes fraction"), fontsize=8,
+                    textcoords="offset points")  # fmt: skip
+    ax.margins(x=0.01)
+    label(ax, f"Measured on the {place.name}", "", "GiB")
+
+
+def _draw_ledgers(ax: Axes, samples: Sequence[Mapping[str, Any]], place: Place, buffers: Sequence[str]) -> None:
+    """A stack of buffers for each phase of the plan, with marks at the highest use that was measured in it."""
+    phases = list(place.ledgers)
+    base = [0.0] * len(phases)
+    for i, name in enumerate(buffers):
+        heights = [_gib(place.ledgers[phase].get(name, 0)) for phase in phases]
+        ax.bar(range(len(phases)), heights, 0.7, base, color=COLORS[i % len(COLORS)],
+               hatch=BUFFER_HATCHES[i % len(BUFFER_HATCHES)], edgecolor="white", linewidth=0)  # fmt: skip
+        base = [b + h for b, h in zip(base, heights, strict=True)]
+    for phase in dict.fromkeys(s["phase"] for s in samples):
+        columns = [phases.index(p) for p in COVERS.get(phase, (phase,)) if p in phases]
+        for field in place.fields:
+            sizes = [s[field] for s in samples if s["phase"] == phase and s[field] is not None]
+            if columns and sizes:
+                ends = min(columns) - 0.42, max(columns) + 0.42
+                y = _gib(max(sizes))
+                ax.plot(ends, [y, y], color="black", linewidth=1)
+                ax.plot([sum(ends) / 2], [y], color=MEMORY_LINES[field]["color"], marker=MEMORY_LINES[field]["marker"],
+                        markeredgecolor="black", markersize=6, linestyle="")  # fmt: skip
+    ax.set_xticks(range(len(phases)), [f"{phase}\n{b:.3g}" for phase, b in zip(phases, base, strict=True)])
+    label(ax, f"Predicted on the {place.name}, and the highest measured", "", "")
+    ax.grid(visible=False, axis="x")
+
+
+def _fit(place: Place, samples: Sequence[Mapping[str, Any]], axes: Sequence[Axes]) -> None:
+    """Room for all that is drawn, from 0, and the budget unless it is far above."""
+    top = _highest(place, samples)
+    if place.budget is not None and place.budget <= FAR * top:
+        top = max(top, place.budget)
+        for ax in axes:
+            ax.axhline(place.budget / GIB, color="black", linestyle=DASHED, linewidth=1.4)
+    axes[0].set_ylim(0, 1.18 * top / GIB)
+
+
+def _highest(place: Place, samples: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes, measured or predicted."""
+    measured = max(s[field] or 0 for s in samples for field in place.fields)
+    return max(measured, *(sum(ledger.values()) for ledger in place.ledgers.values()), 1)
+
+
+def _memory_legends(
+    figure: Figure,
+    places: Sequence[Place],
+    samples: Sequence[Mapping[str, Any]],
+    shown: Sequence[Mapping[str, Any]],
+    buffers: Sequence[str],
+) -> None:
+    phases = dict.fromkeys(_phase_name(s["phase"]) for s in shown)
+    handles: list[Any] = [
+        Line2D([], [], **MEMORY_LINES[field], markersize=4)
+        for place in places
+        for field in place.fields
+        if any(s[field] is not None for s in samples)
+    ]
+    budget = places[0].budget
+    if budget is not None:
+        where = ", far above" if budget > FAR * _highest(places[0], samples) else ""
+        handles.append(Line2D([], [], color="black", linestyle=DASHED, label=f"budget {_gib(budget):.3g} GiB{where}"))
+    handles += [Patch(facecolor=_phase_color(phase), alpha=SHADE, label=phase) for phase in phases]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4)
+    if buffers:
+        handles = [
+            Patch(facecolor=COLORS[i % len(COLORS)], hatch=BUFFER_HATCHES[i % len(BUFFER_HATCHES)], edgecolor="white",
+                  label=name)
+            for i, name in enumerate(buffers)
+        ]  # fmt: skip
+        figure.legend(handles=handles, loc="outside lower right", ncols=2)
+
+
+def _phase_name(phase: str) -> str:
+    """The name that a phase of the loop has in all figures; another phase keeps its own."""
+    return SECONDS.get(f"seconds_{phase}", phase)
+
+
+def _phase_color(name: str) -> str:
+    return PHASE_COLORS.get(name, "0.5")
+
+
+def _gib(size: int | None) -> float:
+    return math.nan if size is None else size / GIB
 
 
 # --- panels

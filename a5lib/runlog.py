@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from a5lib.evaluation import Evaluation
 
 METRICS_FILE, EVALUATIONS_FILE, MEMORY_FILE = "metrics.jsonl", "evaluations.jsonl", "memory.jsonl"
+PLAN_FILE = "plan.json"
 
 
 class RunLog:

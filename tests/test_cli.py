@@ -140,6 +140,8 @@ def refused(command: str, *words: str | Path) -> str:
         ("train --resume=used", ["used is not a run folder"]),
         ("plot", ["at least one run folder"]),
         ("plot used", ["used has no metrics.jsonl"]),
+        ("plot memory", ["a5 plot memory lacks RUN"]),
+        ("plot memory used", ["used has no memory.jsonl"]),
         # the other commands' numbers and paths
         ("evaluate --val-examples 0", ["--val-examples is 0"]),
         ("evaluate --samples 0", ["--samples is 0"]),
@@ -364,6 +366,16 @@ def test_plot_draws_several_runs(here: Path, trained) -> None:
     assert "<svg" in (here / "both.svg").read_text()
     assert "cannot be written to both.xyz" in refused("plot", run, "--output", "both.xyz")
     assert "cannot be written to none/a.png" in refused("plot", run, "--output", "none/a.png")
+
+
+def test_plot_memory_draws_what_the_run_recorded(here: Path, trained) -> None:
+    run = trained[0]
+    records = [json.loads(line) for line in (run / "memory.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in records} == {1, 2} and {"generate", "update"} <= {r["phase"] for r in records}
+    assert all(r["host"] > 2**20 and r["t"] >= 0 for r in records)
+    assert a5("plot memory", run).code == 0
+    assert (here / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written to memory.xyz" in refused("plot memory", run, "--output", "memory.xyz")
 
 
 # --- evaluate

@@ -8,7 +8,7 @@ import pytest
 
 from a5lib import plots
 from a5lib.errors import UserError
-from a5lib.plots import plot_runs, save_curves
+from a5lib.plots import plot_memory, plot_runs, save_curves
 
 GIB = 2**30
 
@@ -194,3 +194,181 @@ def test_on_a_logarithmic_axis_zeros_are_left_out(make_run):
 def test_nothing_to_draw_is_a_sentence(draw):
     with pytest.raises(UserError, match="nothing to draw"):
         draw()
+
+
+# --- memory
+
+
+def samples(step, phase, start, allocated=None, host=20):
+    """Three samples, a second apart; allocated, reserved and whole card in GiB, or a CPU's where none is given."""
+    uses = [(0, 0, None)] * 3 if allocated is None else [(a, a + 1, a + 2) for a in allocated]
+    return [
+        {"t": start + i, "step": step, "phase": phase, "allocated": a * GIB, "reserved": r * GIB,
+         "card": None if card is None else card * GIB, "host": (host + i) * GIB}
+        for i, (a, r, card) in enumerate(uses)
+    ]  # fmt: skip
+
+
+PLAN = {
+    "engine": "layer_major", "budget_bytes": 8 * GIB,
+    "card": {"generate": {"weights": 2 * GIB}, "score": {"weights": GIB, "logits": GIB},
+             "update": {"weights": GIB, "gradients": 3 * GIB, "logits": GIB}, "step": {"optimizer state": 2 * GIB}},
+    "host": {"weights": 2 * GIB, "optimizer state": 10 * GIB},
+}  # fmt: skip
+
+
+@pytest.fixture
+def measured(tmp_path):
+    def make(records, plan=None, name="run"):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        (run_dir / "memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        if plan is not None:
+            (run_dir / "plan.json").write_text(plan if isinstance(plan, str) else json.dumps(plan))
+        return run_dir
+
+    return make
+
+
+def lines_of(ax):
+    """Label -> its points, without the breaks between phases."""
+    shown = [line for line in ax.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): [(x, y) for x, y in zip(*line.get_data(), strict=True) if x == x] for line in shown}
+
+
+def marks_of(ax):
+    """(marker, where, GiB) of the marks at the highest use."""
+    return {(line.get_marker(), line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines
+            if line.get_linestyle() == "None"}  # fmt: skip
+
+
+def bands_of(ax):
+    """Beginning and end of each shaded phase, in seconds."""
+    return [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches]
+
+
+CARD_RUN = [
+    *samples(1, "generate", 0, (2, 3, 2)), *samples(1, "score", 3, (1, 1, 1)), *samples(1, "update", 6, (3, 4, 1)),
+    *samples(2, "generate", 10, (2, 3, 2)), *samples(2, "update", 13, (3, 5, 1)),
+]  # fmt: skip
+
+
+def test_the_timeline_shows_the_samples_in_gib_with_the_phases_shaded(measured):
+    figure = plot_memory(measured(CARD_RUN))
+    card, host = figure.axes
+    lines = lines_of(card)
+    assert lines["allocated by torch"][:4] == [(0, 2), (1, 3), (2, 2), (3, 1)]
+    assert lines["reserved by torch"][:2] == [(0, 3), (1, 4)]
+    assert lines["whole card, all programs"][:2] == [(0, 4), (1, 5)]
+    assert lines_of(host)["process, on the host"][:3] == [(0, 20), (1, 21), (2, 22)]
+    assert bands_of(card) == bands_of(host) == [(0, 2), (3, 5), (6, 8), (10, 12), (13, 15)]
+    colors = [patch.get_facecolor() for patch in card.patches]
+    assert colors[0] == colors[3] and colors[2] == colors[4] and len(set(colors)) == 3
+    looks = {
+        (line.get_color(), line.get_marker(), line.get_linestyle()) for line in card.lines if line.get_label() in lines
+    }
+    assert all(len({look[i] for look in looks}) == 3 for i in range(3)), "to be told apart in grey, too"
+    assert {"batch 1", "batch 2", "generate", "update"} <= {text.get_text() for text in card.texts}
+    assert host.get_xlabel() == "seconds since the run began" and card.get_ylabel() == host.get_ylabel() == "GiB"
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == [*lines, "process, on the host", "generate", "score", "update"]
+
+
+def test_lines_are_broken_between_phases(measured):
+    card = plot_memory(measured(CARD_RUN)).axes[0]
+    xs = card.lines[0].get_xdata()
+    assert [i for i, x in enumerate(xs) if x != x] == [3, 7, 11, 15, 19]
+
+
+def test_beside_it_the_plan_as_stacks_with_the_highest_use_of_each_phase(measured):
+    figure = plot_memory(measured(CARD_RUN, PLAN))
+    timeline, stacks, host, host_stacks = figure.axes
+    bars = [[(bar.get_y(), bar.get_height()) for bar in container] for container in stacks.containers]
+    assert bars == [
+        [(0, 2), (0, 1), (0, 1), (0, 0)],  # weights, in generate, score, update and step
+        [(2, 0), (1, 1), (1, 1), (0, 0)],  # logits, named second in the plan
+        [(2, 0), (2, 0), (2, 3), (0, 0)],  # gradients
+        [(2, 0), (2, 0), (5, 0), (0, 2)],  # optimizer state
+    ]
+    assert [t.get_text() for t in stacks.get_xticklabels()] == ["generate\n2", "score\n2", "update\n5", "step\n2"]
+    # the loop's update is the plan's update and step: its marks stand between them, at 2.5
+    assert marks_of(stacks) == {
+        ("o", 0, 3), ("s", 0, 4), ("v", 0, 5), ("o", 1, 1), ("s", 1, 2), ("v", 1, 3), ("o", 2.5, 5), ("s", 2.5, 6),
+        ("v", 2.5, 7),
+    }  # fmt: skip
+    assert marks_of(host_stacks) == {("D", 0, 22), ("D", 1, 22), ("D", 2.5, 22)}
+    assert [bar.get_height() for bar in host_stacks.containers[-1]] == [10] * 4
+    assert [t.get_text() for t in figure.legends[1].get_texts()] == [
+        "weights",
+        "logits",
+        "gradients",
+        "optimizer state",
+    ]
+    for ax in (timeline, stacks):
+        (budget,) = [line for line in ax.lines if line.get_linestyle() == "--" and set(line.get_ydata()) == {8}]
+        assert budget.get_color() == "black" and ax.get_ylim()[1] > 8
+    assert "budget 8 GiB" in [t.get_text() for t in figure.legends[0].get_texts()]
+    assert not any(set(line.get_ydata()) == {8} for ax in (host, host_stacks) for line in ax.lines), "it is the card's"
+    colors = {(bar.get_facecolor(), bar.get_hatch()) for container in stacks.containers for bar in container}
+    assert len(colors) == len({color for color, _ in colors}) == 4
+
+
+def test_a_budget_far_above_does_not_press_the_picture_flat(measured):
+    figure = plot_memory(measured(CARD_RUN, PLAN | {"budget_bytes": 140 * GIB}))
+    assert figure.axes[0].get_ylim()[1] < 9
+    assert "budget 140 GiB, far above" in [t.get_text() for t in figure.legends[0].get_texts()]
+
+
+def test_of_a_long_run_the_batch_with_the_highest_use_and_its_neighbours(measured):
+    records = [s for step in range(1, 9) for s in samples(step, "update", 10 * step, (1, 9 if step == 5 else 2, 1))]
+    figure = plot_memory(measured(records, PLAN))
+    assert [band[0] for band in bands_of(figure.axes[0])] == [40, 50, 60]
+    ends = plot_memory(measured([s for s in records if s["step"] <= 5], PLAN, "ends")).axes[0]
+    assert [band[0] for band in bands_of(ends)] == [40, 50]
+
+
+def test_on_the_cpu_there_is_the_process_alone(measured):
+    records = [*samples(1, "generate", 0, host=1), *samples(1, "update", 3, host=4), *samples(1, "eval", 6, host=1)]
+    (ax,) = plot_memory(measured(records)).axes
+    assert lines_of(ax) == {"process, on the host": [(float(i), y) for i, y in enumerate([1, 2, 3, 4, 5, 6, 1, 2, 3])]}
+    plan = {"engine": "resident", "budget_bytes": None, "card": {"update": {"weights": GIB}}, "host": {}}
+    figure = plot_memory(measured(records, plan, "planned"))
+    assert len(figure.axes) == 2, "what would be on a card is in the host's memory here"
+    assert marks_of(figure.axes[1]) == {("D", 0, 6)}
+    assert [t.get_text() for t in figure.legends[0].get_texts()][1:] == ["generate", "update", "validate"]
+
+
+def test_samples_without_an_answer_of_the_card_are_holes(measured):
+    records = [s | {"card": None} for s in CARD_RUN[:-1]] + [CARD_RUN[-1]]
+    figure = plot_memory(measured(records, PLAN))
+    assert ("v", 2.5, 3) in marks_of(figure.axes[1]), "only the last sample has one: 1 + 2 GiB"
+    none = plot_memory(measured([s | {"card": None} for s in CARD_RUN], name="none"))
+    assert set(lines_of(none.axes[0])) == {"allocated by torch", "reserved by torch"}
+    assert "whole card, all programs" not in [t.get_text() for t in none.legends[0].get_texts()]
+
+
+def test_no_text_of_the_memory_figure_runs_into_another(measured, tmp_path):
+    figure = plot_memory(measured(CARD_RUN, PLAN))
+    figure.savefig(tmp_path / "memory.png")
+    texts = [
+        t for ax in figure.axes for t in (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts, *ax.get_xticklabels())
+    ]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
+    boxes += [("legend", legend.get_window_extent()) for legend in figure.legends]
+    for i, (name, box) in enumerate(boxes):
+        assert not [other for other, b in boxes[i + 1 :] if box.overlaps(b)], f"{name!r} overlaps"
+
+
+def test_a_run_without_samples_of_memory_is_a_sentence(tmp_path, measured):
+    with pytest.raises(UserError, match=r"nothing has no memory\.jsonl"):
+        plot_memory(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"empty has no memory\.jsonl with a finished phase"):
+        plot_memory(measured([], name="empty"))
+
+
+@pytest.mark.parametrize(
+    "plan", ["{", "[]", "{}", '{"card": {"update": 3}, "host": {}}', '{"card": {"a": {"b": "c"}}, "host": {}}']
+)
+def test_a_damaged_plan_is_a_sentence(measured, plan):
+    with pytest.raises(UserError, match=r"plan\.json is not a plan of memory .*; remove it"):
+        plot_memory(measured(CARD_RUN, plan))
