@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from a5lib.optimizers import STATE_PRECISIONS, AdamW
+from a5lib import optimizers
+from a5lib.optimizers import STATE_PRECISIONS, AdamW, stochastic_round
 from tests.conftest import IMPL
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -19,6 +20,11 @@ def same(actual, expected, message):
     tolerance = 0.0 if IMPL == "solutions" else {torch.float32: 1e-5, torch.bfloat16: 2**-7}[expected.dtype]
     assert actual.dtype == expected.dtype, message
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
+
+
+def sixteen_bits(shape, generator):
+    """Drawn as hint 2 of the exercise says."""
+    return torch.randint(0, 1 << 16, shape, dtype=torch.int32, generator=generator)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -42,13 +48,16 @@ def test_the_update_is_that_of_torch(impl, weight_decay):
 
 @pytest.mark.parametrize("precision", STATE_PRECISIONS)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_a_step_is_that_of_the_library(impl, precision, grad_dtype):
+def test_a_step_is_that_of_the_library(impl, monkeypatch, precision, grad_dtype):
     if precision == "bf16_stochastic" and IMPL != "solutions":
         pytest.skip("other random bits are as good")
+    # The library's bits come from a counter, the exercise's from a generator: here the library gets the exercise's.
+    source = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(optimizers, "random_bits", lambda key, n, stream: sixteen_bits((n,), source))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 3, generator=generator).bfloat16()
     theirs = torch.nn.Parameter(weight.clone())
-    optimizer = AdamW([theirs], **SETTINGS, state_precision=precision, seed=0)
+    optimizer = AdamW([theirs], **SETTINGS, state_precision=precision)
     state = {}
     for step in range(1, 21):
         grad = torch.randn(weight.shape, generator=generator).bfloat16()
@@ -60,6 +69,25 @@ def test_a_step_is_that_of_the_library(impl, precision, grad_dtype):
         if name != "step":
             same(state[name], tensor, name)
     assert state["step"] == 20
+
+
+def test_stochastic_steps_are_those_of_the_library_on_average(impl):
+    """Each with random bits of its own: after 50 steps of -0.001 the mean and the spread of 1 are the same."""
+    n, settings = 20_000, {"lr": 1e-3}
+    weight, grad, state = torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), {}
+    theirs = torch.nn.Parameter(weight.clone())
+    theirs.grad = grad.clone()
+    optimizer = AdamW([theirs], state_precision="bf16_stochastic", **settings)
+    for _ in range(50):
+        impl.adamw_step(weight, grad, state, "bf16_stochastic", **settings)
+        optimizer.step()
+    mine, other = weight.double(), theirs.detach().double()
+    # A step goes down by 2^-8 with probability 0.256: a variance of 0.19 * 2^-16, 50 times.
+    spread = 2**-8 * math.sqrt(50 * 0.256 * 0.744)
+    for values in (mine, other):
+        assert values.mean().item() == pytest.approx(0.95, abs=5 * spread / math.sqrt(n))
+        assert values.std().item() == pytest.approx(spread, rel=0.05)
+    assert not torch.equal(mine, other)
 
 
 def test_stochastic_rounding_has_the_right_mean_and_two_values(impl):
@@ -74,6 +102,14 @@ def test_stochastic_rounding_has_the_right_mean_and_two_values(impl):
             assert set(rounded.abs().tolist()) == {1.0, 1.0 + 1 / 128}
             share = (rounded.abs() > 1).double().mean().item()
             assert share == pytest.approx(fraction, abs=4 * math.sqrt(fraction * (1 - fraction) / n))
+
+
+def test_rounding_is_that_of_the_library_with_the_same_bits(impl):
+    if IMPL != "solutions":
+        pytest.skip("other random bits are as good")
+    values = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    expected = stochastic_round(values, sixteen_bits((50, 40), torch.Generator().manual_seed(1)))
+    assert torch.equal(impl.round_stochastically(values, torch.Generator().manual_seed(1)), expected)
 
 
 def test_values_that_bfloat16_holds_do_not_change(impl):
