@@ -122,7 +122,7 @@ class TrainConfig:
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
     optimizer_state: OptimizerState = "fp32"
-    """Precision of AdamW's state for bfloat16 parameters: `fp32` keeps a float32 master copy and moments."""
+    """Precision of AdamW's state for bfloat16 parameters: `fp32` keeps a float32 master copy, so no update is lost."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
 

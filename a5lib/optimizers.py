@@ -4,14 +4,21 @@ This file knows parameters and their gradients. It does not know the model, the 
 
 For a bfloat16 parameter an update smaller than half the gap between neighbouring bfloat16 numbers rounds to nothing.
 The gap below 1 is 2^-8 = 0.0039, so a learning rate of 1e-5 never moves a weight of 1. `AdamW` offers four answers,
-named by `state_precision`; the bytes are per parameter and include the weight but not the gradient:
+named by `state_precision`; the bytes are per parameter and include the weight but not the gradient. The last columns
+are the share of the intended change that the weights show after 200 steps at a learning rate of 1e-6 and of 1e-5, for
+weights with a standard deviation of 0.02 (`runs/optimizer-state/shares.txt`):
 
-| state_precision | weight | moments | extra | bytes |
-|---|---|---|---|---|
-| `fp32` | bf16 | fp32 | fp32 master copy of the weight | 14 |
-| `bf16` | bf16 | bf16 | none: small updates are lost | 6 |
-| `bf16_stochastic` | bf16, rounded stochastically | bf16, the second rounded stochastically | none | 6 |
-| `bf16_kahan` | bf16 | bf16 | bf16 compensation: what the weight's rounding left out | 8 |
+| state_precision | weight | moments | extra | bytes | 1e-6 | 1e-5 |
+|---|---|---|---|---|---|---|
+| `fp32` | bf16 | fp32 | fp32 master copy of the weight | 14 | 99.4 % | 100.0 % |
+| `bf16` | bf16 | bf16 | none: small updates are lost | 6 | 1.0 % | 12.7 % |
+| `bf16_stochastic` | bf16, rounded stochastically | bf16, the second too | none | 6 | 100.1 % | 100.0 % |
+| `bf16_kahan` | bf16 | bf16 | bf16 compensation: what the weight's rounding left out | 8 | 99.7 % | 100.0 % |
+
+`fp32` is the default because it loses nothing and adds nothing: the master holds 100.0 % in every case measured, also
+for weights of 1, which do not show 200 steps yet, and the moments are not rounded either. The change that
+`bf16_stochastic` makes is right on average but noisy: at 1e-6 its cosine with the intended one is 0.76, with `fp32`
+0.96. What `bf16_kahan` keeps is itself rounded: for weights of 1 it holds 98 to 106 %.
 """
 
 from __future__ import annotations
