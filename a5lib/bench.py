@@ -1,4 +1,4 @@
-"""`a5 bench`: what the toy model does on this machine, every figure from one run.
+"""`a5 bench toy`: what the toy model does on this machine, every figure from one run.
 
 Generation: our lean loop and `model.generate` on the same prompts, in turns, medians of several rounds; at temperature
 0 both must give the same tokens. Update: the loop itself for a few steps, seconds by phase and peak memory from its

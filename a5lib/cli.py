@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from a5lib.config import TOY, TrainConfig, nearest, resolve
+from a5lib.config import TOY, OptimizerState, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
 from a5lib.progress import progress_bar
 
@@ -272,7 +272,7 @@ def doctor_command() -> int:
     return int(any(f.level == "fail" for f in findings))
 
 
-def bench_command(steps: int = 5, rounds: int = 5) -> int:
+def bench_toy_command(steps: int = 5, rounds: int = 5) -> int:
     """Measure generation, updates and memory of the toy model on this machine.
 
     Args:
@@ -286,6 +286,80 @@ def bench_command(steps: int = 5, rounds: int = 5) -> int:
     require_for_training(algo)
     bench(algo, steps=steps, rounds=rounds, console=console)
     return 0
+
+
+def bench_update_command(
+    variants: tuple[str, ...] = ("all",),
+    output: Path = Path("runs/bench-update"),
+    model: str | None = None,
+    sequences: int | None = None,
+    tokens: int | None = None,
+    warmups: int | None = None,
+    updates: int | None = None,
+    device: str = "auto",
+) -> int:
+    """Measure one update in many variants, each in a process of its own, on random weights of a published size.
+
+    Exit codes: 0 done, 1 a variant failed or took too long (the table says which and why), 2 nothing was run.
+
+    Args:
+        variants: Variants, or groups of them: engines, budgets, small-batches, ragged, losses, peers, ablation, large;
+            `none` draws the tables again.
+        output: Folder for the records and tables; new records are added to what is there.
+        model: Another model for every variant: olmo2-1b, olmo2-7b, llama3.1-8b or tiny.
+        sequences: Another number of sequences for every variant.
+        tokens: Another number of tokens in a sequence.
+        warmups: Updates before the measured ones (default: each variant's own, mostly 2).
+        updates: Measured updates (default: each variant's own, mostly 5).
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+    from a5lib.bench_update import bench_update
+    from a5lib.bench_variants import shrunk
+    from a5lib.course.exercises import load_algo, require_for_training
+
+    require_for_training(load_algo(), True)
+    rows = bench_update(
+        variants, output, device=device, warmups=warmups, updates=updates, console=console,
+        change=lambda variant: shrunk(variant, model, sequences, tokens),
+    )  # fmt: skip
+    return int(any(row["error"] for row in rows))
+
+
+def probe_command(
+    model: str = "olmo2-1b",
+    vram_budget: float | None = None,
+    engine: Literal["auto", "resident", "layer_major"] = "auto",
+    optimizer_state: OptimizerState = "bf16",
+    sequences: int = 8,
+    tokens: int = 672,
+    device: str = "auto",
+    seed: int = 0,
+) -> int:
+    """Check that this machine can train a model in full: two updates, and what they must leave behind.
+
+    Exit codes: 0 the probe passed, 1 it failed or ran out of memory, 2 it was not run.
+
+    Args:
+        model: olmo2-1b, olmo2-7b, llama3.1-8b or tiny, with random weights; or a folder or id, with its own.
+        vram_budget: Memory on the card in GiB: what the plan may use, and a hard cap (default: what is free).
+        engine: `auto` takes what the budget allows.
+        optimizer_state: Precision of AdamW's state.
+        sequences: Sequences in each update, a multiple of 4.
+        tokens: Tokens in a sequence, prompt and response.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        seed: Of weights and tokens.
+    """
+    from a5lib.course.exercises import load_algo, require_for_training
+    from a5lib.probe import print_probe, probe
+
+    algo = load_algo()
+    require_for_training(algo, True)
+    found = probe(
+        algo, model=model, vram_budget=vram_budget, engine=engine, optimizer_state=optimizer_state,
+        sequences=sequences, tokens=tokens, device=device, seed=seed,
+    )  # fmt: skip
+    print_probe(found, console)
+    return int(not found.passed)
 
 
 def gsm8k_command(
@@ -486,7 +560,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plot": plot_command,
     "plot memory": plot_memory_command,
     "doctor": doctor_command,
-    "bench": bench_command,
+    "bench toy": bench_toy_command,
+    "bench update": bench_update_command,
+    "probe": probe_command,
     "course status": course_status_command,
     "course check": course_check_command,
     "course reset": course_reset_command,

@@ -1,4 +1,4 @@
-"""What `a5 bench` measures: both ways of generating do the same job on the same prompts."""
+"""What `a5 bench toy` measures: both ways of generating do the same job on the same prompts."""
 
 from __future__ import annotations
 

@@ -21,9 +21,12 @@ from typing import Any, Literal
 import pytest
 
 import a5lib.bench
+import a5lib.bench_update
+import a5lib.bench_variants
 import a5lib.data
 import a5lib.doctor
 import a5lib.models
+import a5lib.probe
 import a5lib.training
 from a5lib.cli import COMMANDS, EvaluateFlags, TrainFlags, as_config, main, one_sentence, parse
 from a5lib.config import TrainConfig, flag
@@ -49,7 +52,7 @@ class Result:
 
 def a5(command: str = "", *words: str | Path) -> Result:
     """Run `a5`; the first argument is split into words, the others are one word each."""
-    if command.startswith(("train", "bench")) and "--help" not in command and not has_reference():
+    if command.startswith(("train", "bench", "probe")) and "--help" not in command and not has_reference():
         pytest.skip(NO_REFERENCE)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stop:
@@ -151,7 +154,11 @@ def refused(command: str, *words: str | Path) -> str:
         ("evaluate --max-tokens 0", ["--max-tokens is 0"]),
         ("evaluate --output none/result.json", ["none/result.json cannot be written"]),
         ("evaluate --output used", ["used cannot be written"]),
-        ("bench --steps 1", ["--steps is 1"]),
+        ("bench toy --steps 1", ["--steps is 1"]),
+        ("bench update --variants hast", ["'hast'", "did you mean 'host'"]),
+        ("bench update --updates 0", ["--updates is 0"]),
+        ("probe --model tiny --vram-budget 0", ["--vram-budget is 0"]),
+        ("probe --model tiny --sequences 3", ["3"]),
         ("toy problems", ["a5 toy problems lacks FILE"]),
         ("toy problems out.jsonl --split tests", ["'tests'", "'tuning'"]),
         ("toy problems out.jsonl --count 0", ["--count is 0"]),
@@ -464,10 +471,39 @@ def test_doctor_fails_only_where_something_is_broken(here: Path, monkeypatch, le
 def test_bench_runs_on_the_toy_model(here: Path, monkeypatch) -> None:
     smaller = functools.partial(a5lib.bench.bench, prompts=2, group_size=2)
     monkeypatch.setattr(a5lib.bench, "bench", smaller)
-    result = a5("bench --steps 2 --rounds 1")
+    result = a5("bench toy --steps 2 --rounds 1")
     assert result.code == 0, result.err
     assert "transformers.generate" in result.out
     assert "seconds a step" in result.out
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), ("it broke", 1)])
+def test_bench_update_hands_its_flags_on_and_says_by_its_code_whether_a_variant_failed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, error: str | None, code: int
+) -> None:
+    given: dict[str, Any] = {}
+
+    def recorded(names: tuple[str, ...], output: Path, **options: Any) -> list[dict[str, Any]]:
+        given.update(options, names=names, output=output)
+        return [{"error": None}, {"error": error}]
+
+    monkeypatch.setattr(a5lib.bench_update, "bench_update", recorded)
+    command = "bench update --variants host peers --output out --model tiny --sequences 4 --tokens 42 --updates 3"
+    assert a5(command).code == code
+    assert (given["names"], given["output"], given["updates"], given["warmups"]) == (
+        ("host", "peers"), Path("out"), 3, None
+    )  # fmt: skip
+    row = given["change"](a5lib.bench_variants.VARIANTS[0])
+    assert (row.model, row.sequences, row.tokens) == ("tiny", 4, 42)
+
+
+def test_probe_passes_on_a_tiny_model_and_fails_by_its_code(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = a5("probe --model tiny --sequences 4 --tokens 21 --device cpu")
+    assert (result.code, result.out.splitlines()[-1]) == (0, "PASS")
+    monkeypatch.setattr(a5lib.probe, "LEARNING_RATES", (0.0, 0.0))
+    result = a5("probe --model tiny --sequences 4 --tokens 21 --device cpu")
+    assert (result.code, result.out.splitlines()[-1]) == (1, "FAIL")
     assert not list(here.iterdir())
 
 
@@ -565,7 +601,7 @@ def test_a_stub_that_a_run_needs_is_found_before_a_model_is_loaded(here: Path, c
     monkeypatch.setattr(a5lib.training, "load_policy", None)
     sentence = refused(f"{SMALL} --output-dir run")
     assert sentence.startswith("pad_and_mask is not written yet; write it in starter/masks.py (notebook 02 teaches it)")
-    assert refused("bench") == sentence
+    assert refused("bench toy") == refused("bench update") == refused("probe") == sentence
     assert "--num-steps is -3" in refused("train --num-steps -3"), "flags come first"
 
 

@@ -14,8 +14,9 @@ LAYERS = {
     2: ["models", "optimizers", "synthetic"],
     3: ["memory", "recorder", "engines", "rollouts"],
     4: ["training", "metrics", "evaluation", "checkpoints", "runlog", "toy_build"],
-    5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures", "rollout_views", "widgets", "course", "cli", "__main__"],
-}
+    5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures",
+        "rollout_views", "widgets", "course", "cli", "__main__"],
+}  # fmt: skip
 LAYER_OF = {f"a5lib.{room}": layer for layer, rooms in LAYERS.items() for room in rooms} | {"a5lib": 0}
 
 
