@@ -23,6 +23,8 @@ AdvantageNormalizer = Literal["std", "none", "mean"]
 ImportanceReweighting = Literal["none", "noclip", "grpo", "gspo", "cispo"]
 LossNormalization = Literal["sequence", "constant"]
 OptimizerState = Literal["fp32", "bf16", "bf16_stochastic", "bf16_kahan"]
+EngineName = Literal["resident", "layer_major"]
+HeadName = Literal["full", "blocks", "fused"]
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,22 @@ class TrainConfig:
     """Responses in one optimizer step (on-policy: the rollout batch; off-policy: 8)."""
     gradient_accumulation_steps: int | None = None
     """Microbatches in one optimizer step (default: so that a microbatch has 8 responses, with --low-memory 1)."""
+    engine: EngineName | None = None
+    """What holds weights, gradients and optimizer state: `resident` keeps all on the device, `layer_major` on the host
+    and runs layer by layer (default: resident if it fits the card and no --vram-budget asks for less)."""
+    vram_budget: float | None = None
+    """GiB of the card that the run may use, all included; on the CPU it chooses the layer-major engine (default: what
+    is free)."""
+    compile_layer: bool | None = None
+    """Layer-major engine: compile the layer, the head's blocks and AdamW (default: bfloat16 on a card with Triton)."""
     low_memory: bool = False
-    """Recompute layers in the backward pass and score the head in blocks of positions: less memory, more time."""
+    """Sets --recompute-layers, --head blocks and one response a microbatch: less memory, more time."""
+    recompute_layers: bool | None = None
+    """Resident engine: keep only the inputs of layers and run them again in the backward pass (default: as
+    --low-memory)."""
+    head: HeadName | None = None
+    """Resident engine: score all positions at once (`full`), in checkpointed blocks (`blocks`), or in blocks without a
+    graph (`fused`, the engines' own code) (default: full, with --low-memory blocks)."""
     learning_rate: float | None = None
     """Peak learning rate of AdamW (toy 5e-4, otherwise 1e-5)."""
     warmup_steps: int = 0
@@ -174,6 +190,8 @@ class ResolvedConfig(TrainConfig):
     max_tokens: int = 0
     train_batch_size: int = 0
     gradient_accumulation_steps: int = 0
+    recompute_layers: bool = False
+    head: HeadName = "full"
     learning_rate: float = 0.0
     eval_every: int = 0
     eval_samples: int = 0
@@ -253,6 +271,10 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     if values["gradient_accumulation_steps"] is None:
         microbatch = 1 if config.low_memory else math.gcd(values["train_batch_size"], MICROBATCH_SIZE)
         values["gradient_accumulation_steps"] = values["train_batch_size"] // max(microbatch, 1)
+    if values["recompute_layers"] is None:
+        values["recompute_layers"] = config.low_memory
+    if values["head"] is None:
+        values["head"] = "blocks" if config.low_memory else "full"
     resolved = ResolvedConfig(**values)
     _check_numbers(resolved)
     _check_batches(resolved)
@@ -274,9 +296,10 @@ def _check_numbers(config: ResolvedConfig) -> None:
         inside = low < value <= high if name == "top_p" else low <= value < high
         if not inside:
             raise UserError(f"{flag(name)} is {value}; it must lie between {low} and {high}.")
-    for name in ("max_grad_norm", "adam_eps"):
-        if not getattr(config, name) > 0:
-            raise UserError(f"{flag(name)} is {getattr(config, name)}; it must be greater than 0.")
+    for name in ("max_grad_norm", "adam_eps", "vram_budget"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag(name)} is {value}; it must be greater than 0.")
     if config.cliprange is not None and not config.cliprange > 0:
         raise UserError(f"--cliprange is {config.cliprange}; it must be greater than 0.")
     if config.temperature == 0:

@@ -8,15 +8,16 @@ activations are gone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
-from a5lib.config import OptimizerState
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from a5lib.config import HeadName, OptimizerState
 from a5lib.errors import UserError
-
-EngineName = Literal["resident", "layer_major"]
 
 # Bytes of optimizer state per bfloat16 parameter: two moments, and a master copy or a compensation where there is one.
 STATE_BYTES: Mapping[OptimizerState, int] = {"fp32": 12, "bf16": 4, "bf16_stochastic": 4, "bf16_kahan": 6}
@@ -25,14 +26,10 @@ STATE_BYTES_OF_FLOAT32 = 8  # a float32 parameter always has two float32 moments
 # Bytes alive for each logit at the worst moment of scoring with `log_probs_from_logits`; notebook 06 counts them.
 LOGIT_BYTES = 20
 
-# In the layer-major pass the optimizer's state visits the card in buckets: one coming, one in work, one going.
-BUCKET = 1 << 22  # parameters
-BUCKETS = 3
-
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of an OLMo-2 model, from which all bytes follow. Taught in notebook 09.
+    """The sizes of a model of the OLMo-2, Llama or Qwen kind, from which all bytes follow. Taught in notebook 09.
 
     Args:
         layers: decoder layers.
@@ -43,6 +40,8 @@ class ModelShape:
         vocabulary: rows of the embedding.
         tied: whether the head is the embedding's matrix.
         head_size: numbers of one head.
+        vectors: parameters of one layer outside its seven matrices: norms and biases (None: OLMo-2's four norms).
+        norm_first: whether a layer normalises its input (Llama, Qwen) and not its output (OLMo-2).
     """
 
     layers: int
@@ -53,12 +52,44 @@ class ModelShape:
     vocabulary: int
     tied: bool
     head_size: int
+    vectors: int | None = None
+    norm_first: bool = False
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelShape:
+        """The shape of any causal language model, from its config alone; one layer is made without memory and counted.
+
+        >>> from transformers import Olmo2Config
+        >>> ModelShape.of(Olmo2Config(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=3,
+        ...                           num_attention_heads=2, pad_token_id=0, eos_token_id=1)).parameters()
+        2504
+        """
+        small = copy.deepcopy(config)
+        small.num_hidden_layers = 1
+        if getattr(small, "layer_types", None):
+            small.layer_types = small.layer_types[:1]
+        with torch.device("meta"):
+            layer = AutoModelForCausalLM.from_config(small).base_model.layers[0]
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            vocabulary=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vectors=sum(p.numel() for p in layer.parameters() if p.dim() == 1),
+            norm_first=hasattr(layer, "input_layernorm"),
+        )
 
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: four attention matrices, three feed-forward matrices, and four norms."""
+        """Parameters of one decoder layer: four attention matrices, three feed-forward matrices, norms and biases."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys
-        return attention + 3 * self.hidden * self.intermediate + queries + keys + 2 * self.hidden
+        vectors = queries + keys + 2 * self.hidden if self.vectors is None else self.vectors
+        return attention + 3 * self.hidden * self.intermediate + vectors
 
     def parts(self) -> list[int]:
         """Parameters of each part that the layer-major pass visits: embedding, layers, and final norm with head."""
@@ -103,6 +134,15 @@ OLMO2_1B = ModelShape(
 """OLMo-2-0425-1B (OLMo et al. 2025, arXiv 2501.00656)."""
 
 
+def state_bytes(optimizer_state: OptimizerState, bytes_per_weight: int = 2) -> int:
+    """Bytes of AdamW's state a parameter.
+
+    >>> state_bytes("fp32"), state_bytes("fp32", bytes_per_weight=4)
+    (12, 8)
+    """
+    return STATE_BYTES_OF_FLOAT32 if bytes_per_weight == 4 else STATE_BYTES[optimizer_state]
+
+
 def update_ledger(
     shape: ModelShape,
     *,
@@ -110,19 +150,16 @@ def update_ledger(
     length: int,
     microbatch: int,
     optimizer_state: OptimizerState = "bf16",
-    low_memory: bool = True,
+    recompute_layers: bool = True,
+    head: HeadName = "blocks",
     head_block: int = 32,
-    engine: EngineName = "resident",
     bytes_per_weight: int = 2,
 ) -> dict[str, int]:
-    """Predicted bytes on the card during an update, by name; their sum predicts the peak. Taught in notebook 09.
+    """Predicted bytes on the card during an update by the resident engine, by name; their sum predicts the peak.
 
-    - "resident": weights, gradients and optimizer state stay on the card. With `low_memory` a layer keeps only its
-      input and is recomputed in the backward pass, and the head is scored in blocks of positions; without it all layers
-      keep everything, and so does the head.
-    - "layer_major": weights and gradients of two neighbouring parts are on the card, one at work and one on its way;
-      the optimizer's state visits it in buckets. All layer inputs of all sequences stay, and so does the gradient that
-      travels down. Layers are always recomputed; `low_memory` concerns the head alone.
+    Weights, gradients and optimizer state stay on the card. With `recompute_layers` a layer keeps only its input and is
+    recomputed in the backward pass. The head is scored for all positions at once ("full") or in blocks of positions
+    ("blocks", "fused"). Taught in notebook 09; the other engine's ledger is `a5lib.engines.plan.plan_update`.
 
     Args:
         shape: the model.
@@ -130,9 +167,9 @@ def update_ledger(
         length: tokens of each, prompt and padding included.
         microbatch: sequences that go through a layer together; at most `sequences` matter.
         optimizer_state: how AdamW keeps its state, as in `a5lib.optimizers`.
-        low_memory: recompute layers and score in blocks.
-        head_block: positions whose logits exist at one time, with `low_memory`.
-        engine: one of the two above.
+        recompute_layers: keep the inputs of layers alone.
+        head: how the head is scored, as in `--head`.
+        head_block: positions whose logits exist at one time, unless the head is "full".
         bytes_per_weight: 2 for bfloat16, 4 for float32.
 
     Returns:
@@ -146,46 +183,23 @@ def update_ledger(
     >>> ledger["weights"], ledger["layer inputs"]
     (4268544, 327680)
     """
-    _check_ledger_arguments(sequences, length, microbatch, head_block, bytes_per_weight, optimizer_state, engine)
-    state = STATE_BYTES_OF_FLOAT32 if bytes_per_weight == 4 else STATE_BYTES[optimizer_state]
+    _check_ledger_arguments(sequences, length, microbatch, head_block, bytes_per_weight, optimizer_state, head)
     parameters = shape.parameters()
     tokens = min(microbatch, sequences) * length  # tokens that go through a layer together
     hidden_state = shape.hidden * bytes_per_weight  # bytes of one token between two layers
-    on_card, state_on_card, kept = parameters, parameters, (shape.layers + 1) * tokens * hidden_state
-    layers_at_work = 1 if low_memory else shape.layers
-    if engine == "layer_major":
-        on_card = min(max(a + b for a, b in pairwise(shape.parts())), parameters)
-        state_on_card = min(BUCKETS * BUCKET, parameters)
-        kept = (shape.layers + 2) * sequences * length * hidden_state
-        layers_at_work = 1
-    elif not low_memory:
+    kept = (shape.layers + 1) * tokens * hidden_state
+    if not recompute_layers:
         kept = tokens * hidden_state  # the last hidden state; the inputs are part of what each layer keeps
-    positions = min(head_block, tokens) if low_memory else tokens
+    layers_at_work = 1 if recompute_layers else shape.layers
+    positions = tokens if head == "full" else min(head_block, tokens)
     return {
-        "weights": on_card * bytes_per_weight,
-        "gradients": on_card * bytes_per_weight,
-        "optimizer state": state_on_card * state,
+        "weights": parameters * bytes_per_weight,
+        "gradients": parameters * bytes_per_weight,
+        "optimizer state": parameters * state_bytes(optimizer_state, bytes_per_weight),
         "gradient before it is added": max(shape.vocabulary, shape.intermediate) * shape.hidden * bytes_per_weight,
         "layer inputs": kept,
         "layer at work": layers_at_work * tokens * shape.activation_bytes_per_token(bytes_per_weight),
         "logits": positions * shape.vocabulary * LOGIT_BYTES,
-    }
-
-
-def host_ledger(
-    shape: ModelShape, *, optimizer_state: OptimizerState = "bf16", bytes_per_weight: int = 2
-) -> dict[str, int]:
-    """Predicted bytes that the layer-major pass keeps in the host's memory, by name. Taught in notebook 09.
-
-    >>> sum(host_ledger(OLMO2_1B).values()) // 1_484_916_736  # bytes a parameter
-    8
-    """
-    state = STATE_BYTES_OF_FLOAT32 if bytes_per_weight == 4 else STATE_BYTES[optimizer_state]
-    parameters = shape.parameters()
-    return {
-        "weights": parameters * bytes_per_weight,
-        "gradients": parameters * bytes_per_weight,
-        "optimizer state": parameters * state,
     }
 
 
@@ -196,7 +210,7 @@ def _check_ledger_arguments(
     head_block: int,
     bytes_per_weight: int,
     optimizer_state: str,
-    engine: str,
+    head: str,
 ) -> None:
     sizes = {"sequences": sequences, "length": length, "microbatch": microbatch, "head_block": head_block}
     for name, size in sizes.items():
@@ -206,5 +220,5 @@ def _check_ledger_arguments(
         raise UserError(f"bytes_per_weight is {bytes_per_weight}; give 2 for bfloat16 or 4 for float32.")
     if optimizer_state not in STATE_BYTES:
         raise UserError(f"Unknown optimizer_state {optimizer_state!r}; choose one of {', '.join(STATE_BYTES)}.")
-    if engine not in get_args(EngineName):
-        raise UserError(f"Unknown engine {engine!r}; choose one of {', '.join(get_args(EngineName))}.")
+    if head not in get_args(HeadName):
+        raise UserError(f"Unknown head {head!r}; choose one of {', '.join(get_args(HeadName))}.")

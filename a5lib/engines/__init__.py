@@ -51,3 +51,7 @@ class Engine(Protocol):
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         """The inverse of `tensors`."""
         ...
+
+    def release(self) -> None:
+        """Free what is held on the card for as long as nothing is asked; the next call takes it back."""
+        ...

@@ -1,0 +1,568 @@
+"""The layer-major engine: one layer at a time, every microbatch through it, so that one layer is on the card.
+
+Weights, gradients, optimizer state and layer inputs have their home on the host and visit the card when their turn
+comes; what the plan keeps on the card stays there. Copies run on two lanes beside the work, and events order them: the
+host never waits inside a pass. The arithmetic is that of the plain loop with recomputed layers. Notebook 09 walks
+through this file; `../plan.py` decides what stays on the card.
+
+    up     embed; for each layer, for each microbatch: run it without a graph, keep its input
+    head   norm, log-probabilities and their gradient, in blocks of tokens
+    down   for each layer in reverse, for each microbatch: run it again with a graph, go back through it
+    step   clip by the global norm; AdamW, bucket by bucket
+
+The losses are `algo`'s. Scoring and accumulation are this engine's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from a5lib.config import ResolvedConfig
+from a5lib.engines import Batch
+from a5lib.engines.hidden import HiddenStates, Levels, Visitor
+from a5lib.engines.host import HostMemory, Lanes
+from a5lib.engines.packing import Microbatch, flash_fits, pack
+from a5lib.engines.parts import Unit, dress, take_apart, undress
+from a5lib.engines.plan import EMBEDDING_COLUMNS, STEP_BUFFERS, Plan
+from a5lib.engines.statistics import bad_rows, statistics
+from a5lib.errors import UserError
+from a5lib.heads import HeadKernels, head_sweep
+from a5lib.optimizers import (
+    adamw_numbers,
+    adamw_update,
+    clip_scale,
+    gradient_norms,
+    rounding_key,
+    state_dtypes,
+    total_norm,
+)
+
+
+class LayerMajorEngine:
+    """The `Engine` that runs layer by layer. Taught in notebook 09.
+
+    Args:
+        model: the policy, on the CPU; its parameters become views of the engine's memory and are trained in place.
+        config: a resolved config.
+        algo: the exercise functions (see `a5lib.course.load_algo`).
+        plan: what stays on the card, and the sizes of microbatches and blocks (see `plan_update`).
+        device: the card; or the CPU, and then the "card" is plain memory too and the path is the same.
+
+    Raises:
+        UserError: the model is of a family that this engine does not know.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device
+    ) -> None:
+        self.model, self.config, self.algo, self.plan, self.device = model, config, algo, plan, device
+        self.parts = take_apart(model, device)
+        self.width = self.parts.embedding.shapes[0][1]
+        self.dtype = self.parts.embedding.parameters[0].dtype
+        self.host, self.lanes = HostMemory(device), Lanes(device)
+        for unit in self.parts.units:
+            empty = self.empty if unit.name in plan.resident else self.host.empty
+            unit.settle(empty, state_dtypes(self.dtype, config.optimizer_state))
+        self.levels = Levels(self.host, plan.microbatch_tokens, self.width, self.dtype)
+        self.flash = flash_fits(device, self.dtype)
+        self.compiled = plan.compiled and self.flash
+        if self.compiled:
+            torch.compiler.reset()  # code compiled for an earlier engine fills a cache with few places
+        self.run = torch.compile(run_layer, dynamic=False) if self.compiled else run_layer
+        self.update = torch.compile(adamw_update) if self.compiled else adamw_update
+        self.kernels = HeadKernels(self.compiled)
+        self.names = [name for unit in self.parts.units for name in unit.names]
+        self.norms: Tensor | None = None  # of the gradient that waits for a step, one number a parameter
+        self.steps = 0
+        self.released = False
+        self.torn = False  # a step was interrupted: some weights have taken it, others have not
+
+    # --- the face
+
+    def score(self, batch: Batch) -> dict[str, Tensor]:
+        """See `Engine.score`. Each train batch is packed by itself, as `accumulate` will pack it: then a ratio is
+        exactly 1 before any update, also in bfloat16.
+        """
+        self._ready()
+        width = batch["labels"].shape[1]
+        microbatches: list[Microbatch] = []
+        for rows in torch.arange(len(batch["advantages"])).split(self.config.train_batch_size):
+            packed = self._pack({name: values[rows] for name, values in batch.items()})
+            microbatches += [microbatch.shifted(int(rows[0]) * width) for microbatch in packed]
+        scores = self._scores(batch)
+        if microbatches:
+            with self._trip(microbatches, keep_inputs=False) as trip:
+                trip.up()
+                trip.head(scores)
+        return {name: values.view(batch["labels"].shape).float().cpu() for name, values in scores.items()}
+
+    def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
+        """See `Engine.accumulate`: the gradient of one batch, which `step` takes."""
+        self._ready()
+        if self.norms is not None:
+            raise RuntimeError("A gradient waits for its step; the layer-major engine takes one batch a step.")
+        on_card = {name: values.to(self.device) for name, values in batch.items()}
+        on_card["response_mask"] = on_card["response_mask"].bool()
+        microbatches, scores = self._pack(batch), self._scores(batch)
+        shape = batch["labels"].shape
+        if not microbatches:
+            for unit in self.parts.units:
+                unit.flat["grad"].zero_()
+            norms = torch.zeros(len(self.names))
+        else:
+            with self._trip(microbatches, keep_inputs=True) as trip:
+                trip.up()
+                # Where the loss is linear in the log-probabilities, its derivative is known before they are.
+                linear = self.config.preset.importance_reweighting_method == "none"
+                if not linear:
+                    trip.head(scores)
+                log_probs = scores["log_probs"].view(shape).clone().requires_grad_()
+                _, coefficients, _ = self._loss(on_card, log_probs)
+                trip.head(scores if linear else None, coefficients.view(-1))
+                trip.down()
+                norms = trip.norms
+        with torch.no_grad():
+            loss, _, metadata = self._loss(on_card, scores["log_probs"].view(shape))
+            stats = statistics(on_card, scores["log_probs"].view(shape), scores["token_entropy"].view(shape), metadata)
+        value = float(loss)  # the host waits for the card here
+        if not torch.isfinite(loss):
+            raise FloatingPointError(bad_rows(on_card, scores["log_probs"].view(shape)))
+        self.norms = norms
+        return value, {name: float(stat) for name, stat in stats.items()}
+
+    def step(self, learning_rate: float) -> float:
+        """See `Engine.step`."""
+        self._ready()
+        if self.norms is None:
+            raise RuntimeError("There is no gradient to step with; call accumulate first.")
+        norms, self.norms = self.norms, None
+        norm = total_norm(self.names, norms)
+        self.torn = True
+        self._update(learning_rate, clip_scale(norm, self.config.max_grad_norm))
+        self.steps += 1
+        self.torn = False
+        return norm
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """See `Engine.weights`: views of the engine's memory, on the host or the card."""
+        self._settled()
+        return self.model.named_parameters()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """See `Engine.tensors`; names and shapes are those of the resident engine."""
+        self._settled()
+        state: dict[str, Tensor] = {}
+        index = 0
+        for unit in self.parts.units if self.steps else []:
+            named = {name: unit.views(flat) for name, flat in unit.flat.items() if name not in ("weight", "grad")}
+            for i in range(len(unit.names)):
+                state |= {f"{index}.{name}": views[i] for name, views in named.items()}
+                state[f"{index}.step"] = torch.tensor(self.steps)
+                index += 1
+        return {"model": {name: p.detach() for name, p in self.model.named_parameters()}, "optimizer": state}
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """See `Engine.load_tensors`."""
+        saved = dict(tensors["optimizer"])
+        self.steps = int(saved.get("0.step", torch.tensor(0)))
+        self.norms, self.torn = None, False
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors["model"][name])
+        if self.steps == 0:
+            self._new_state()
+            return
+        for name, target in self.tensors()["optimizer"].items():
+            have = saved.pop(name, None)
+            if have is None or have.shape != target.shape or have.dtype != target.dtype:
+                what = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
+                raise UserError(
+                    f"Optimizer state {name} is {what}; expected {target.dtype} {list(target.shape)}; resume with the "
+                    "model and --optimizer-state it was saved with."
+                )
+            target.copy_(have)
+        if saved:
+            raise UserError(f"The saved optimizer has {min(saved)}, which this run does not; resume with its model.")
+
+    def release(self) -> None:
+        """See `Engine.release`: what lives on the card waits in plain host memory."""
+        self._settled()
+        for unit in self.parts.units if not self.released else []:
+            if unit.name in self.plan.resident:
+                unit.move(lambda numel, dtype: torch.empty(numel, dtype=dtype))
+        self.released = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- how it is done
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised flat tensor on the card."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _ready(self) -> None:
+        """Take the card back, and refuse to work on weights that a step has left half changed."""
+        if self.torn:
+            raise RuntimeError("The last step was interrupted halfway; load a checkpoint before you go on.")
+        for unit in self.parts.units if self.released else []:
+            if unit.name in self.plan.resident:
+                unit.move(self.empty)
+        self.released = False
+
+    def _settled(self) -> None:
+        """Wait until every copy has arrived, so that the host may read."""
+        if self.torn:
+            raise RuntimeError("The last step was interrupted halfway; load a checkpoint before you go on.")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _new_state(self) -> None:
+        for unit in self.parts.units:
+            for name, flat in unit.flat.items():
+                if name not in ("weight", "grad"):
+                    flat.zero_()
+            if "master" in unit.flat:
+                unit.flat["master"].copy_(unit.flat["weight"])
+
+    def _pack(self, batch: Batch) -> list[Microbatch]:
+        tokens = self.plan.microbatch_tokens
+        if not self.compiled:
+            return pack(batch, tokens)
+        # One shape for all: compiled code is made for one.
+        fillers = -(-tokens // self.plan.longest) + 1
+        return pack(batch, tokens, pad_to=tokens, sequences=self.config.train_batch_size + fillers)
+
+    def _scores(self, batch: Batch) -> dict[str, Tensor]:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        cells = batch["labels"].numel()
+        return {name: torch.zeros(cells, dtype=wide, device=self.device) for name in ("log_probs", "token_entropy")}
+
+    def _loss(self, batch: Batch, log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The batch's loss, its derivative with respect to the log-probabilities [B, T], and the loss's metadata."""
+        preset = self.config.preset
+        constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
+        per_token, metadata = self.algo.compute_policy_gradient_loss(
+            batch["advantages"], log_probs, preset.importance_reweighting_method, batch.get("old_log_probs"),
+            preset.cliprange, batch["response_mask"],
+        )  # fmt: skip
+        loss = self.algo.aggregate_loss_across_microbatch(
+            per_token, batch["response_mask"], preset.loss_normalization, constant
+        )
+        derivative = torch.autograd.grad(loss, log_probs)[0] if log_probs.requires_grad else torch.zeros(0)
+        return loss.detach(), derivative, metadata
+
+    @contextlib.contextmanager
+    def _trip(self, microbatches: Sequence[Microbatch], *, keep_inputs: bool) -> Iterator[Trip]:
+        """A pass over the layers; afterwards, or after a fault, its buffers may be freed."""
+        self.lanes.join()
+        try:
+            yield Trip(self, [m.to(self.device) for m in microbatches], keep_inputs)
+        finally:
+            self.lanes.join()
+            undress(self.parts.layer)
+            undress(self.parts.norm)
+
+    @torch.no_grad()
+    def _update(self, learning_rate: float, grad_scale: float) -> None:
+        """AdamW over every unit: in place where it lives on the card, otherwise in buckets, three on their way."""
+        config, size, lanes = self.config, self.plan.bucket, self.lanes
+        betas = (config.adam_beta1, config.adam_beta2)
+        step = self.steps + 1
+        numbers = adamw_numbers(
+            learning_rate, betas, config.adam_eps, config.weight_decay, step, grad_scale, self.device
+        )
+        lanes.join()
+
+        def update(tensors: dict[str, Tensor], first: int) -> None:
+            state = {name: t for name, t in tensors.items() if name not in ("weight", "grad")}
+            self.update(
+                tensors["weight"], tensors["grad"], state, numbers, betas=betas, eps=config.adam_eps,
+                state_precision=config.optimizer_state, key=rounding_key(config.seed, step, first, self.device),
+            )  # fmt: skip
+
+        work = []
+        for unit in self.parts.units:
+            for start in range(0, unit.numel, size):
+                part = {name: flat[start : start + size] for name, flat in unit.flat.items()}
+                if unit.name in self.plan.resident:
+                    update(part, unit.first + start)
+                else:
+                    work.append((part, unit.first + start))
+        if not work:
+            return
+        size = min(size, max(len(part["weight"]) for part, _ in work))
+        ring = [{name: self.empty(size, t.dtype) for name, t in work[0][0].items()} for _ in range(STEP_BUFFERS)]
+        sent: list[Any] = [None] * STEP_BUFFERS
+        arrived: list[Any] = [None] * STEP_BUFFERS
+
+        def bring(j: int) -> None:
+            with lanes.inward.after(sent[j % STEP_BUFFERS]):
+                for name, source in work[j][0].items():
+                    ring[j % STEP_BUFFERS][name][: len(source)].copy_(source, non_blocking=True)
+                arrived[j % STEP_BUFFERS] = lanes.inward.mark()
+
+        for j in range(min(STEP_BUFFERS - 1, len(work))):
+            bring(j)
+        for j, (part, first) in enumerate(work):
+            buffers = ring[j % STEP_BUFFERS]
+            lanes.wait(arrived[j % STEP_BUFFERS])
+            update(buffers, first)
+            with lanes.outward.after(lanes.now()):
+                for name, target in part.items():
+                    if name != "grad":
+                        target.copy_(buffers[name][: len(target)], non_blocking=True)
+                sent[j % STEP_BUFFERS] = lanes.outward.mark()
+            if j + STEP_BUFFERS - 1 < len(work):
+                bring(j + STEP_BUFFERS - 1)
+        lanes.join()
+
+
+@dataclass
+class LayerSlot:
+    """Room on the card for one visiting layer: its weights, its gradient, and the events that say both are free."""
+
+    weight: Tensor
+    grad: Tensor
+    free: Any = None
+    sent: Any = None
+
+
+class Trip:
+    """One pass over the layers with some microbatches: `up`, `head`, and `down` where inputs were kept."""
+
+    def __init__(self, engine: LayerMajorEngine, microbatches: list[Microbatch], keep_inputs: bool) -> None:
+        self.engine, self.parts, self.lanes = engine, engine.parts, engine.lanes
+        self.microbatches, self.keep_inputs = microbatches, keep_inputs
+        plan, layers = engine.plan, len(engine.parts.layers)
+        self.depth = layers
+        sizes = [len(m.ids) for m in microbatches]
+        kept = min(plan.kept if keep_inputs else plan.kept_when_scoring, len(sizes))
+        waiting = kept < len(sizes)
+        count = layers + waiting if keep_inputs else int(waiting)
+        on_card = min(plan.card_levels, count) if keep_inputs else 0
+        levels = [[self._hidden(size) for size in sizes] for _ in range(on_card)]
+        levels += engine.levels.get(count - on_card, len(sizes), max(sizes))
+        self.hidden = HiddenStates(engine.lanes, sizes, kept, levels, keep_inputs, self._hidden)
+        self._lay_out_arena()
+        self.norms = torch.zeros(len(engine.names), dtype=torch.promote_types(engine.dtype, torch.float32),
+                                 device=engine.device)  # fmt: skip
+        longest = max(plan.longest, *(max(m.lengths) for m in microbatches))
+        self.longest = longest
+        places = torch.arange(longest, device=engine.device)[None]
+        like = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        self.cos, self.sin = (table[0] for table in self.parts.rotary(like, position_ids=places))  # [longest, D]
+
+    def _hidden(self, tokens: int) -> Tensor:
+        return self.engine.empty(tokens * self.engine.width, self.engine.dtype).view(tokens, self.engine.width)
+
+    def _lay_out_arena(self) -> None:
+        """One piece of the card serves in turn as room for the embedding, for two layers, and for the head."""
+        resident, parts = self.engine.plan.resident, self.parts
+        ends = [unit.numel for unit in (parts.embedding, parts.head) if unit.name not in resident]
+        end = sum(ends) if parts.tied else max(ends, default=0)  # a tied head needs both at once
+        layer = 0 if all(unit.name in resident for unit in parts.layers) else parts.layers[0].numel
+        copies = 2 if self.keep_inputs else 1  # weights, and gradients where there is a way down
+        arena = self.engine.empty(max(2 * copies * layer, copies * end), self.engine.dtype)
+        self.end_weight, self.end_grad = arena[:end], arena[len(arena) - end :]
+        self.slots = [
+            LayerSlot(arena[k * layer : (k + 1) * layer], arena[(2 + k) * layer : (3 + k) * layer]) for k in range(2)
+        ]
+
+    # --- weights on the card
+
+    def visiting(self, order: Sequence[int], *, with_gradient: bool) -> Iterator[int]:
+        """Yield each layer's index when the layer wears its weights, while those of the next are on their way.
+
+        With gradient it also wears room for its gradient, which leaves for home when the caller is done with the layer.
+        """
+        units, lanes = self.parts.layers, self.lanes
+        guests = [i for i in order if units[i].name not in self.engine.plan.resident]
+        arrived: dict[int, Any] = {}
+
+        def invite(number: int) -> None:
+            if number < len(guests):
+                slot = self.slots[number % 2]
+                with lanes.inward.after(slot.free):
+                    slot.weight.copy_(units[guests[number]].flat["weight"], non_blocking=True)
+                    arrived[guests[number]] = lanes.inward.mark()
+
+        lanes.join()  # the arena has served another purpose
+        invite(0)
+        number = 0
+        for i in order:
+            unit, slot = units[i], None
+            weight, grad = unit.flat["weight"], unit.flat["grad"]
+            if i in guests:
+                slot = self.slots[number % 2]
+                number += 1
+                invite(number)
+                lanes.wait(arrived[i], slot.sent)
+                weight, grad = slot.weight, slot.grad
+            if with_gradient:
+                grad.zero_()
+            dress(self.parts.layer, unit.views(weight), unit.views(grad) if with_gradient else None)
+            yield i
+            if slot is not None:
+                slot.free = lanes.now()
+            if with_gradient:
+                self.finish(unit, grad)
+                if slot is not None:
+                    slot.sent = lanes.outward.mark()
+
+    def fetch(self, unit: Unit, room: Tensor) -> Tensor:
+        """The flat weights of the embedding or the head on the card, in `room` unless they live there."""
+        if unit.name in self.engine.plan.resident:
+            return unit.flat["weight"]
+        with self.lanes.inward.after():
+            room[: unit.numel].copy_(unit.flat["weight"], non_blocking=True)
+        self.lanes.wait(self.lanes.inward.mark())
+        return room[: unit.numel]
+
+    def finish(self, unit: Unit, grad: Tensor, *, complete: bool = True) -> None:
+        """A unit's gradient goes home; once complete, its norms are taken."""
+        if complete:
+            first = self.engine.names.index(unit.names[0])
+            self.norms[first : first + len(unit.names)] = gradient_norms(unit.views(grad))
+        if unit.name not in self.engine.plan.resident:
+            with self.lanes.outward.after(self.lanes.now()):
+                unit.flat["grad"].copy_(grad, non_blocking=True)
+
+    # --- the pass
+
+    def arriving(
+        self, order: list[tuple[int, int]], wanted: Callable[[int, int], list[Visitor]]
+    ) -> Iterator[list[Visitor]]:
+        """Yield the hidden states of one piece of work after those of the next have been sent for."""
+        coming = wanted(*order[0])
+        for following in order[1:]:
+            here, coming = coming, wanted(*following)
+            yield here
+        yield coming
+
+    def layer(self, hidden: Tensor, m: Microbatch) -> Tensor:
+        """Run a microbatch [n, H] through the layer that is dressed."""
+        lengths = None if self.engine.flash else m.lengths
+        return self.engine.run(
+            self.parts.layer, hidden, self.cos, self.sin, m.positions, m.starts, self.longest, lengths
+        )
+
+    @torch.no_grad()
+    def up(self) -> None:
+        """Embed every microbatch and run it through all layers, without a graph."""
+        hidden, several = self.hidden, range(len(self.microbatches))
+        table = self.fetch(self.parts.embedding, self.end_weight).view(-1, self.engine.width)
+        for m in several:
+            value = F.embedding(self.microbatches[m].ids, table)
+            hidden.set_travelling(0, m, value, keep=self.keep_inputs)
+        order = [(i, m) for i in range(self.depth) for m in several]
+        coming = self.arriving(order, lambda i, m: [hidden.travelling(i, m)])
+        for i in self.visiting(range(self.depth), with_gradient=False):
+            for m in several:
+                (x,) = next(coming)
+                out = self.layer(hidden.use(x), self.microbatches[m])
+                hidden.done(x)
+                hidden.set_travelling(i + 1, m, out, keep=self.keep_inputs and i + 1 < self.depth)
+
+    def head(self, scores: dict[str, Tensor] | None, coefficients: Tensor | None = None) -> None:
+        """Score every microbatch into `scores`; with dL/dlogp [B * T] also go back through head and final norm."""
+        engine, hidden, tied = self.engine, self.hidden, self.parts.tied
+        unit = self.parts.head
+        self.lanes.join()
+        weight = unit.views(self.fetch(unit, self.end_weight))
+        matrix = weight[-1]
+        if tied:
+            room = self.end_weight[unit.numel :] if unit.name not in engine.plan.resident else self.end_weight
+            matrix = self.fetch(self.parts.embedding, room).view(-1, engine.width)
+        grad = matrix_grad = None
+        if coefficients is not None:
+            grad = self._room_for_gradient(unit)
+            matrix_grad = unit.views(grad)[-1]
+            if tied:
+                skip = 0 if unit.name in engine.plan.resident else unit.numel
+                matrix_grad = self._room_for_gradient(self.parts.embedding, skip).view(-1, engine.width)
+        dress(self.parts.norm, weight[:1], None if grad is None else unit.views(grad)[:1])
+        order = [(self.depth, m) for m in range(len(self.microbatches))]
+        for m, (x,) in enumerate(self.arriving(order, lambda i, m: [hidden.travelling(i, m)])):
+            part = self.microbatches[m]
+            value = hidden.use(x).detach().requires_grad_(coefficients is not None)
+            normed = self.parts.norm(value)
+            log_probs, entropy, back = head_sweep(
+                normed.detach()[part.answers], matrix, part.labels, temperature=engine.config.temperature,
+                block=engine.plan.head_block, kernels=engine.kernels, weight_grad=matrix_grad,
+                coefficients=None if coefficients is None else coefficients[part.cells],
+            )  # fmt: skip
+            if scores is not None:
+                scores["log_probs"][part.cells], scores["token_entropy"][part.cells] = log_probs, entropy
+            if back is not None:
+                normed.backward(torch.zeros_like(normed).index_copy_(0, part.answers, back))
+            hidden.done(x)
+            if value.grad is not None:
+                hidden.set_travelling(self.depth, m, value.grad)
+        if grad is not None and matrix_grad is not None:
+            self.finish(unit, grad)
+            if tied:
+                self.finish(self.parts.embedding, matrix_grad.view(-1), complete=False)
+
+    def _room_for_gradient(self, unit: Unit, skip: int = 0) -> Tensor:
+        resident = unit.name in self.engine.plan.resident
+        return (unit.flat["grad"] if resident else self.end_grad[skip : skip + unit.numel]).zero_()
+
+    def down(self) -> None:
+        """Back through all layers, each run again with a graph, and into the embedding."""
+        hidden, several = self.hidden, range(len(self.microbatches))
+        downward = range(self.depth - 1, -1, -1)
+        order = [(i, m) for i in downward for m in several]
+        coming = self.arriving(order, lambda i, m: [hidden.input(i, m), hidden.travelling(i + 1, m)])
+        for i in self.visiting(downward, with_gradient=True):
+            for m in several:
+                x, d = next(coming)
+                value = hidden.use(x).detach().requires_grad_()
+                self.layer(value, self.microbatches[m]).backward(hidden.use(d))
+                assert value.grad is not None
+                hidden.done(x, d)
+                hidden.set_travelling(i, m, value.grad)
+        self._embedding_gradient()
+
+    @torch.no_grad()
+    def _embedding_gradient(self) -> None:
+        """Add up the last gradient by token id, some columns at a time: the sums are temporaries of the same size."""
+        hidden, unit = self.hidden, self.parts.embedding
+        self.lanes.join()
+        if not self.parts.tied:
+            grad = self._room_for_gradient(unit)
+        elif unit.name in self.engine.plan.resident:
+            grad = unit.flat["grad"]
+        else:  # the head's share has gone home
+            grad = self.end_grad[: unit.numel]
+            with self.lanes.inward.after():
+                grad.copy_(unit.flat["grad"], non_blocking=True)
+            self.lanes.wait(self.lanes.inward.mark())
+        rows = grad.view(-1, self.engine.width)
+        order = [(0, m) for m in range(len(self.microbatches))]
+        for m, (d,) in enumerate(self.arriving(order, lambda i, m: [hidden.travelling(i, m)])):
+            for columns in torch.arange(self.engine.width).split(EMBEDDING_COLUMNS):
+                at = slice(int(columns[0]), int(columns[-1]) + 1)
+                rows[:, at] += torch.ops.aten.embedding_dense_backward(
+                    hidden.use(d)[:, at], self.microbatches[m].ids, len(rows), self.parts.padding_idx, False
+                )
+            hidden.done(d)
+        self.finish(unit, grad)
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, starts: Tensor,
+              longest: int, lengths: tuple[int, ...] | None) -> Tensor:  # fmt: skip
+    """A decoder layer on packed sequences: [n, H] to [n, H]."""
+    out: Tensor = layer(
+        hidden[None], attention_mask=None, position_ids=positions[None],
+        position_embeddings=(cos[positions][None], sin[positions][None]), starts=starts, longest=longest,
+        lengths=lengths,
+    )  # fmt: skip
+    return out[0]
