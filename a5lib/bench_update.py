@@ -42,7 +42,9 @@ from a5lib.bench_variants import GROUPS, SETTINGS, VARIANTS, Variant
 from a5lib.config import ResolvedConfig, TrainConfig, nearest, resolve
 from a5lib.course.exercises import load_algo
 from a5lib.engines import Batch
+from a5lib.engines.plan import Plan, UpdateSize, plan_update
 from a5lib.errors import UserError
+from a5lib.memory import ModelShape
 from a5lib.models import select_device, select_dtype
 from a5lib.peers import PEERS, Update, adamw_numbers
 from a5lib.recorder import MemoryRecorder
@@ -233,7 +235,7 @@ def run_row(variant: Variant, device_name: str) -> Row:
         vocabulary=given.vocab_size, sequences=variant.sequences, tokens=variant.tokens, response=variant.response,
         group_size=variant.group_size, ragged=variant.ragged, zero_share=variant.zero_share,
     )  # fmt: skip
-    model, update, predicted = build(variant, force_padding(batch) if variant.padded else batch, device)
+    model, update, plan = build(variant, force_padding(batch) if variant.padded else batch, device)
     setup = time.perf_counter() - began
     seconds, phases, losses, norms = measure(
         update, variant.warmups, variant.updates, MemoryRecorder(device, interval=0.2)
@@ -249,7 +251,8 @@ def run_row(variant: Variant, device_name: str) -> Row:
         "loss": losses,
         "grad_norm": norms,
         "cap_bytes": cap,
-        "predicted_bytes": predicted,
+        "predicted": predictions(variant, plan),
+        "plan": None if plan is None else plan.to_json(),
         "phases": phases,
         **work,
         **machine,
@@ -264,13 +267,14 @@ def derived(row: Row) -> Row:
     cards = [phase["card"] for phase in row["phases"].values() if phase["card"] is not None]
     median = statistics.median(row["seconds"]["total"])
     flops = row["matmul_flop_per_s"]
-    predicted = row["predicted_bytes"]
+    predicted = max((row["predicted"] or {}).values(), default=None)
     measured = peaks["allocated"]
     return {
         "peak_allocated": measured,
         "peak_reserved": peaks["reserved"],
         "peak_host": peaks["host"],
         "peak_card": max(cards, default=None),
+        "predicted_bytes": predicted,
         "predicted_error": None if not (predicted and measured) else predicted / measured - 1,
         "median_seconds": median,
         "tokens_per_second": row["tokens_run"] / median,
@@ -279,34 +283,57 @@ def derived(row: Row) -> Row:
     }
 
 
-def build(variant: Variant, batch: Batch, device: torch.device) -> tuple[PreTrainedModel, Update, int | None]:
-    """The model, its update in two halves, and the peak that the plan predicts for it in bytes, if there is a plan."""
+def build(variant: Variant, batch: Batch, device: torch.device) -> tuple[PreTrainedModel, Update, Plan | None]:
+    """The model, its update in two halves, and the plan of our engines."""
     algo, config = load_algo(), config_of(variant)
-    dtype = select_dtype("auto", device)
+    given, dtype = published_config(variant.model), select_dtype("auto", device)
     if variant.peer:
-        model = random_model(published_config(variant.model), dtype=dtype, device=device)
+        model = random_model(given, dtype=dtype, device=device)
         return model, PEERS[variant.peer](model, batch, config, algo), None
-    from a5lib.engines.resident import ResidentEngine
-
-    model = random_model(published_config(variant.model), dtype=dtype, device=device)
-    engine = ResidentEngine(model, config, algo)
+    plan = plan_of(variant, config, device, dtype)
+    model = random_model(given, dtype=dtype, device=device if plan.engine == "resident" else "cpu")
+    engine: Any = make_engine(model, config, algo, plan, device)
     if variant.adamw != "ours":
-        engine.optimizer = TorchAdamW(  # type: ignore[assignment]
+        engine.optimizer = TorchAdamW(
             model.parameters(), foreach=variant.adamw == "foreach", **adamw_numbers(config),
             master=config.optimizer_state == "fp32" and dtype == torch.bfloat16,
         )  # fmt: skip
     if variant.scoring:
-        return model, Update(lambda: float(engine.score(batch)["log_probs"].mean()), lambda: None), None
+        return model, Update(lambda: float(engine.score(batch)["log_probs"].mean()), lambda: None), plan
     if config.preset.importance_reweighting_method != "none":
         batch = batch | {"old_log_probs": engine.score(batch)["log_probs"]}
-    return model, Update(lambda: engine.accumulate(batch)[0], lambda: engine.step(config.learning_rate)), None
+    return model, Update(lambda: engine.accumulate(batch)[0], lambda: engine.step(config.learning_rate)), plan
+
+
+def plan_of(variant: Variant, config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> Plan:
+    """The plan of a row; without a budget the layer-major engine keeps everything on the host."""
+    scored = variant.scoring or config.preset.importance_reweighting_method != "none"
+    return plan_update(
+        ModelShape.of(published_config(variant.model)),
+        UpdateSize(variant.sequences, variant.tokens, variant.response, scored=variant.sequences if scored else 0),
+        budget=None if config.vram_budget is None else int(config.vram_budget * GIB),
+        engine=config.engine,
+        optimizer_state=config.optimizer_state,
+        bytes_per_weight=dtype.itemsize,
+        compiled=device.type == "cuda",
+        microbatch=math.ceil(config.train_batch_size / config.gradient_accumulation_steps),
+        recompute_layers=config.recompute_layers,
+        head=config.head,
+    )
+
+
+def predictions(variant: Variant, plan: Plan | None) -> dict[str, int] | None:
+    """The bytes that the plan predicts for each half of an update; None where it knows nothing of what is run."""
+    if plan is None or variant.adamw != "ours":
+        return None
+    if variant.scoring:
+        return {"accumulate": plan.peak("score"), "step": plan.peak("load")}
+    return {"accumulate": plan.peak("update"), "step": plan.peak("step")}
 
 
 def config_of(variant: Variant) -> ResolvedConfig:
     """The resolved config of a row; an update is one whole train batch."""
     fields = {**SETTINGS, **variant.settings}
-    for name in ("engine", "vram_budget", "recompute_layers", "head"):
-        fields.pop(name, None)
     if variant.microbatch is not None:
         fields["gradient_accumulation_steps"] = math.ceil(variant.sequences / variant.microbatch)
     return resolve(
@@ -355,6 +382,15 @@ def wait(device: torch.device) -> None:
     """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device) -> Any:
+    from a5lib.engines.layer_major import LayerMajorEngine
+    from a5lib.engines.resident import ResidentEngine
+
+    if plan.engine == "resident":
+        return ResidentEngine(model, config, algo)
+    return LayerMajorEngine(model, config, algo, plan, device)
 
 
 def force_padding(batch: Batch) -> Batch:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from a5lib.config import TOY, OptimizerState, TrainConfig, nearest, resolve
+from a5lib.config import TOY, EngineName, OptimizerState, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
 from a5lib.progress import progress_bar
 
@@ -98,7 +98,7 @@ def train_command(flags: TrainFlags) -> int:
         )
     config = as_config(flags)
     algo = load_algo()
-    require_for_training(algo, resolve(config).low_memory)
+    require_for_training(algo, resolve(config))
     summary = train(config, algo, resume=flags.resume is not None, say=say)
     print_summary(summary.run_dir)
     if summary.step:
@@ -171,7 +171,7 @@ def evaluate_command(flags: EvaluateFlags) -> int:
         attention_implementation=flags.attention_implementation,
         trust_remote_code=flags.trust_remote_code,
     )
-    room = room_for_response(model, tokenizer, template, problems)
+    room = room_for_response(model.config, tokenizer, template, problems)
     max_tokens = min(resolved.max_tokens, room) if flags.max_tokens is None else resolved.max_tokens
     check_context(room, max_tokens)
     backend = TransformersRollouts(model, tokenizer, resolved.generation_batch_size)
@@ -328,7 +328,7 @@ def bench_update_command(
 def probe_command(
     model: str = "olmo2-1b",
     vram_budget: float | None = None,
-    engine: Literal["auto", "resident", "layer_major"] = "auto",
+    engine: EngineName | None = None,
     optimizer_state: OptimizerState = "bf16",
     sequences: int = 8,
     tokens: int = 672,
@@ -342,7 +342,7 @@ def probe_command(
     Args:
         model: olmo2-1b, olmo2-7b, llama3.1-8b or tiny, with random weights; or a folder or id, with its own.
         vram_budget: Memory on the card in GiB: what the plan may use, and a hard cap (default: what is free).
-        engine: `auto` takes what the budget allows.
+        engine: What holds weights, gradients and optimizer state (default: what the budget allows).
         optimizer_state: Precision of AdamW's state.
         sequences: Sequences in each update, a multiple of 4.
         tokens: Tokens in a sequence, prompt and response.

@@ -19,12 +19,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from a5lib.config import OptimizerState, ResolvedConfig, TrainConfig, resolve
+from a5lib.bench_update import make_engine
+from a5lib.config import TOY, EngineName, OptimizerState, ResolvedConfig, TrainConfig, resolve
 from a5lib.engines import Engine
+from a5lib.engines.plan import Plan, UpdateSize, plan_update
 from a5lib.errors import UserError
-from a5lib.models import load_policy, select_device, select_dtype
+from a5lib.memory import ModelShape
+from a5lib.models import TOY_MODEL_DIR, load_policy, select_device, select_dtype
 from a5lib.recorder import MemoryRecorder
 from a5lib.records import MemoryPoint
 from a5lib.synthetic import PUBLISHED, made_up_batch, published_config, random_model
@@ -50,6 +53,7 @@ class Phase:
 class Probe:
     """What a probe found: phases as far as it came, and each check with whether it passed and in which words."""
 
+    plan: Plan
     phases: list[Phase] = field(default_factory=list)
     checks: dict[str, tuple[bool, str]] = field(default_factory=dict)
 
@@ -64,7 +68,7 @@ def probe(
     *,
     model: str = "olmo2-1b",
     vram_budget: float | None = None,
-    engine: str = "auto",
+    engine: EngineName | None = None,
     optimizer_state: OptimizerState = "bf16",
     sequences: int = 8,
     tokens: int = 672,
@@ -77,7 +81,7 @@ def probe(
         algo: the exercise functions (see `a5lib.course.load_algo`).
         model: a name in `a5lib.synthetic.PUBLISHED`, which gets random weights, or a model as `a5 train` takes it.
         vram_budget: GiB on the card that the plan may use, and a hard cap on torch's allocator. None: what is free.
-        engine: "auto", "resident" or "layer_major".
+        engine: a name; None: what the budget allows.
         optimizer_state: precision of AdamW's state.
         sequences: rows of each train batch, a multiple of 4.
         tokens: columns of the batch; 16 in 21 of them, such as 512 of 672, are the response.
@@ -88,8 +92,8 @@ def probe(
         UserError: sizes that do not fit together, or a plan that does not fit the budget.
     """
     target = select_device(device)
+    dtype = select_dtype("auto", target)
     rollouts, response = len(LEARNING_RATES) * sequences, max(1, tokens * 16 // 21)
-    found = Probe()
     recorder = MemoryRecorder(target)
 
     @contextmanager
@@ -108,13 +112,16 @@ def probe(
         TrainConfig(
             model=model, algorithm="offpolicy_gspo", rollout_batch_size=rollouts, train_batch_size=sequences,
             group_size=GROUP, max_tokens=response, optimizer_state=optimizer_state, learning_rate=LEARNING_RATES[0],
-            seed=seed,
+            engine=engine, vram_budget=vram_budget, recompute_layers=True, head="fused", seed=seed,
+            gradient_accumulation_steps=sequences,
         )
     )  # fmt: skip
+    plan = plan_of(config, tokens, target, dtype)
+    found = Probe(plan)
     with held_to(vram_budget, target):
         try:
             with phase("load"):
-                policy, trainer = _build(config, algo, target)
+                policy, trainer = _build(config, algo, plan, target, dtype)
             before = digests(policy)
             batch = made_up_batch(
                 vocabulary=policy.config.vocab_size, sequences=rollouts, tokens=tokens, response=response,
@@ -146,10 +153,8 @@ def held_to(budget: float | None, device: torch.device) -> Iterator[None]:
     """Hold torch's allocator to a budget in GiB, if there is one and a card: one byte more is an out-of-memory error.
 
     Raises:
-        UserError: the budget is not above 0, or above what the card has.
+        UserError: the budget is above what the card has.
     """
-    if budget is not None and not budget > 0:
-        raise UserError(f"--vram-budget is {budget}; it must be above 0.")
     if budget is None or device.type != "cuda":
         yield
         return
@@ -163,19 +168,44 @@ def held_to(budget: float | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _build(config: ResolvedConfig, algo: Any, device: torch.device) -> tuple[PreTrainedModel, Engine]:
-    from a5lib.engines.resident import ResidentEngine
+def plan_of(config: ResolvedConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> Plan:
+    """The plan of the probe: for its budget, or for what is free on the card; on the CPU there is no limit.
 
-    policy = load(config, device)
-    return policy, ResidentEngine(policy, config, algo)
+    Raises:
+        UserError: nothing fits.
+    """
+    budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
+    if budget is None and device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0]
+    return plan_update(
+        ModelShape.of(model_config(config.model)),
+        UpdateSize(config.train_batch_size, tokens, config.max_tokens, scored=config.rollout_batch_size),
+        budget=budget,
+        engine=config.engine,
+        optimizer_state=config.optimizer_state,
+        bytes_per_weight=dtype.itemsize,
+        compiled=device.type == "cuda",
+        recompute_layers=True,
+        head="fused",
+    )
 
 
-def load(config: ResolvedConfig, home: torch.device) -> PreTrainedModel:
-    """The model where its engine wants it: random weights for a published size, else what `a5 train` would load."""
+def _build(
+    config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Engine]:
+    home = device if plan.engine == "resident" else torch.device("cpu")
     if config.model in PUBLISHED:
-        dtype = select_dtype(config.dtype, home)
-        return random_model(published_config(config.model), dtype=dtype, device=home, seed=config.seed)
-    return load_policy(config.model, device=str(home), dtype=config.dtype)[0]
+        model = random_model(published_config(config.model), dtype=dtype, device=home, seed=config.seed)
+    else:
+        model = load_policy(config.model, device=str(home), dtype=str(dtype).removeprefix("torch."))[0]
+    return model, make_engine(model, config, algo, plan, device)
+
+
+def model_config(name: str) -> PreTrainedConfig:
+    """The configuration of a published size, or of a model as `a5 train` takes it."""
+    if name in PUBLISHED:
+        return published_config(name)
+    return AutoConfig.from_pretrained(str(TOY_MODEL_DIR) if name == TOY else name)
 
 
 def digests(model: PreTrainedModel) -> dict[str, bytes]:
@@ -233,12 +263,18 @@ def _first_sentence(error: Exception) -> str:
 
 def print_probe(found: Probe, console: Console) -> None:
     """The phases as a table, the checks as lines, and PASS or FAIL."""
-    table = Table(title="Peaks, GiB")
-    for column in ("phase", "seconds", "allocated", "reserved", "whole card", "process"):
+    table = Table(title=f"Peaks of the {found.plan.engine.replace('_', '-')} engine, GiB")
+    for column in ("phase", "seconds", "predicted", "allocated", "reserved", "whole card", "process"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for phase in found.phases:
-        memory = phase.memory
-        sizes = (memory.card_peak_bytes, memory.card_reserved_bytes, memory.card_used_bytes, memory.host_bytes)
+        memory, predicted = phase.memory, found.plan.peak(phase.name.split()[0])
+        sizes = (
+            predicted,
+            memory.card_peak_bytes,
+            memory.card_reserved_bytes,
+            memory.card_used_bytes,
+            memory.host_bytes,
+        )
         table.add_row(phase.name, f"{phase.seconds:.2f}", *("-" if not size else f"{size / GIB:.2f}" for size in sizes))
     console.print(table)
     for fine, words in found.checks.values():

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from a5lib.bench_update import (
     latest_rows,
     markdown,
     measure,
+    plan_of,
     run_row,
 )
 from a5lib.bench_variants import GROUPS, PIECES, VARIANTS, Variant, shrunk
@@ -191,13 +193,13 @@ def test_rates_and_errors_follow_from_the_rows_own_figures() -> None:
             "step": {"allocated": 80, "reserved": 160, "card": None, "host": 9},
         },
         "seconds": {"total": [4.0, 2.0, 3.0]},
-        "matmul_flop_per_s": 50.0, "predicted_bytes": 104, "tokens_run": 30, "tokens_that_count": 12,
-        "model_flops": 75,
+        "matmul_flop_per_s": 50.0, "predicted": {"accumulate": 104, "step": 90}, "tokens_run": 30,
+        "tokens_that_count": 12, "model_flops": 75,
     }  # fmt: skip
     assert derived(row) == {
         "peak_allocated": 100, "peak_reserved": 160, "peak_host": 9, "peak_card": 400,
-        "predicted_error": pytest.approx(0.04), "median_seconds": 3.0, "tokens_per_second": 10.0,
-        "counting_tokens_per_second": 4.0, "utilisation": 0.5,
+        "predicted_bytes": 104, "predicted_error": pytest.approx(0.04), "median_seconds": 3.0,
+        "tokens_per_second": 10.0, "counting_tokens_per_second": 4.0, "utilisation": 0.5,
     }  # fmt: skip
 
 
@@ -213,6 +215,28 @@ def test_a_row_runs_on_a_tiny_model_and_its_record_is_strict_json(name: str) -> 
     assert row["link_gb_per_s"] is None
     assert 0 < row["utilisation"] < 1
     assert all(norm > 0 for norm in row["grad_norm"]) if name != "scoring" else row["grad_norm"] == [None] * 3
+
+
+def test_a_plan_predicts_each_half_where_it_knows_what_is_run() -> None:
+    def predicted(name: str, **changes: Any) -> dict[str, int] | None:
+        return run_row(dataclasses.replace(small(name), warmups=0, updates=1, **changes), "cpu")["predicted"]
+
+    host, resident = predicted("host"), predicted("resident")
+    assert host is not None
+    assert resident is not None
+    assert min(*host.values(), *resident.values()) > 0
+    assert predicted("published") is None, "torch's own AdamW is not in the plan"
+    scoring = predicted("scoring")
+    assert scoring is not None
+    assert scoring["accumulate"] < host["accumulate"], "scoring needs no gradient"
+
+
+def test_a_budget_row_asks_the_plan_for_that_budget_and_a_host_row_for_none() -> None:
+    for name, budget in (("budget-6", 6.0), ("host", None)):
+        plan = plan_of(BY_NAME[name], config_of(BY_NAME[name]), CPU, torch.bfloat16)
+        assert plan.budget == (None if budget is None else budget * 2**30)
+        assert plan.engine == "layer_major"
+        assert bool(plan.resident) == (budget is not None), "what has room on the card stays there"
 
 
 def test_the_same_inputs_give_every_engine_the_same_first_loss_and_norm() -> None:
@@ -276,7 +300,8 @@ def test_a_process_that_dies_is_a_row_with_its_last_words(tmp_path: Path, monkey
 def fake_row(name: str, seconds: float, allocated: int, card: int | None = None, predicted: int | None = None) -> dict:
     phase = {"allocated": allocated, "reserved": allocated, "card": card, "host": 1}
     row = {
-        "variant": dataclasses.asdict(BY_NAME[name]), "error": None, "cap_bytes": None, "predicted_bytes": predicted,
+        "variant": dataclasses.asdict(BY_NAME[name]), "error": None, "cap_bytes": None,
+        "predicted": None if predicted is None else {"accumulate": predicted, "step": 0},
         "seconds": {"accumulate": [seconds / 2], "step": [seconds / 2], "total": [seconds]},
         "phases": {"accumulate": phase}, "tokens_run": 1000, "tokens_that_count": 500, "model_flops": 10**12,
         "matmul_flop_per_s": 5e12, "link_gb_per_s": {"to_card": 54.0, "to_host": 50.0},
