@@ -262,9 +262,10 @@ class LayerMajorEngine:
     @contextlib.contextmanager
     def _trip(self, microbatches: Sequence[Microbatch], *, keep_inputs: bool) -> Iterator[Trip]:
         """A pass over the layers; afterwards, or after a fault, its buffers may be freed."""
-        self.lanes.join()
         try:
-            yield Trip(self, [m.to(self.device) for m in microbatches], keep_inputs)
+            trip = Trip(self, [m.to(self.device) for m in microbatches], keep_inputs)
+            self.lanes.join()  # a new buffer may lie where another tensor is still at work
+            yield trip
         finally:
             self.lanes.join()
             undress(self.parts.layer)
@@ -279,7 +280,6 @@ class LayerMajorEngine:
         numbers = adamw_numbers(
             learning_rate, betas, config.adam_eps, config.weight_decay, step, grad_scale, self.device
         )
-        lanes.join()
 
         def update(tensors: dict[str, Tensor], first: int) -> None:
             state = {name: t for name, t in tensors.items() if name not in ("weight", "grad")}
@@ -302,6 +302,7 @@ class LayerMajorEngine:
         ring = [{name: self.empty(size, t.dtype) for name, t in work[0][0].items()} for _ in range(STEP_BUFFERS)]
         sent: list[Any] = [None] * STEP_BUFFERS
         arrived: list[Any] = [None] * STEP_BUFFERS
+        lanes.join()  # gradients have come home, and what was at work where the ring lies has finished
 
         def bring(j: int) -> None:
             with lanes.inward.after(sent[j % STEP_BUFFERS]):
