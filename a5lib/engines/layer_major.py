@@ -114,6 +114,7 @@ class LayerMajorEngine:
         microbatches, scores = self._pack(batch), self._scores(batch)
         shape = batch["labels"].shape
         if not microbatches:
+            self._settled()  # the last step may still be reading the gradient
             for unit in self.parts.units:
                 unit.flat["grad"].zero_()
             norms = torch.zeros(len(self.names))
@@ -172,9 +173,10 @@ class LayerMajorEngine:
     @torch.no_grad()
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         """See `Engine.load_tensors`."""
-        saved = dict(tensors["optimizer"])
-        self.steps = int(saved.get("0.step", torch.tensor(0)))
         self.norms, self.torn = None, False
+        self._settled()  # a step's copies may still be on their way
+        saved = dict(tensors["optimizer"])
+        self.steps = int(saved.get("0.step", 1)) if saved else 0
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors["model"][name])
         if self.steps == 0:
