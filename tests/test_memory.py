@@ -9,9 +9,9 @@ from a5lib import doctor
 from a5lib.course import load_algo
 from a5lib.course.byte_counts import peak_bytes
 from a5lib.errors import UserError
-from a5lib.memory import OLMO2_1B, STATE_BYTES, TOY, host_ledger, update_ledger
+from a5lib.memory import OLMO2_1B, STATE_BYTES, TOY, ModelShape, state_bytes, update_ledger
 from a5lib.models import load_policy
-from starter.layer_major import part_parameters
+from a5lib.synthetic import published_config
 
 SMALL = dataclasses.replace(TOY, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, vocabulary=10, head_size=2)
 # of SMALL: queries 4, keys 2; attention 2*4*4 + 2*4*2 = 48; feed-forward 3*4*8 = 96; norms 4 + 2 + 4 + 4 = 14;
@@ -35,6 +35,24 @@ def test_the_toy_shape_is_the_toy_model():
     assert TOY.parts()[:-1] == [sum(p.numel() for p in part.parameters()) for part in parts]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # a layer 4 * 4096^2 + 3 * 4096 * 11,008 + 4 * 4096 = 202,391,552; 32 of them and 2 * 100,352 * 4096 + 4096
+        ("olmo2-7b", 7_298_617_344),
+        # a layer 2 * 4096^2 + 2 * 4096 * 1024 + 3 * 4096 * 14,336 + 2 * 4096 = 218,112,000; 2 * 128,256 * 4096 + 4096
+        ("llama3.1-8b", 8_030_261_248),
+    ],
+)
+def test_a_shape_is_read_from_a_config(name, parameters):
+    assert ModelShape.of(published_config(name)).parameters() == parameters
+
+
+def test_the_shape_of_the_small_one_is_the_constant():
+    assert ModelShape.of(published_config("olmo2-1b")).parameters() == OLMO2_1B.parameters()
+    assert ModelShape.of(published_config("llama3.1-8b")).norm_first and not OLMO2_1B.norm_first
+
+
 def test_bytes_of_every_entry_of_the_resident_engine():
     ledger = update_ledger(SMALL, sequences=6, length=5, microbatch=2, head_block=3)
     assert ledger == {
@@ -49,22 +67,19 @@ def test_bytes_of_every_entry_of_the_resident_engine():
     }
 
 
-def test_without_recomputation_every_layer_is_at_work_and_all_logits_exist():
-    ledger = update_ledger(SMALL, sequences=6, length=5, microbatch=2, low_memory=False)
+def test_without_recomputation_every_layer_is_at_work():
+    ledger = update_ledger(SMALL, sequences=6, length=5, microbatch=2, head_block=3, recompute_layers=False)
     assert ledger["layer at work"] == 2 * 10 * 240
     assert ledger["layer inputs"] == 10 * 4 * 2
+    assert ledger["logits"] == 3 * 10 * 20, "the head is another switch"
+
+
+def test_the_full_head_has_the_logits_of_all_positions():
+    ledger = update_ledger(SMALL, sequences=6, length=5, microbatch=2, head_block=3, head="full")
     assert ledger["logits"] == 10 * 10 * 20
-
-
-def test_layer_major_holds_two_parts_and_all_layer_inputs():
-    ledger = update_ledger(SMALL, sequences=6, length=5, microbatch=2, head_block=3, engine="layer_major")
-    assert ledger["weights"] == ledger["gradients"] == 2 * (158 + 158), "the two largest neighbours are two layers"
-    assert ledger["optimizer state"] == 400 * 4, "a model smaller than the buckets is there as a whole"
-    assert ledger["layer inputs"] == 4 * 30 * 4 * 2, "two layers, the head, and the gradient on its way down"
     assert ledger["layer at work"] == 10 * 240
-    big = update_ledger(OLMO2_1B, sequences=8, length=672, microbatch=1, engine="layer_major")
-    assert big["weights"] == 2 * (67_117_056 + 100_352 * 2048 + 2048), "the head and the last layer"
-    assert big["optimizer state"] == 3 * 4_194_304 * 4
+    fused = update_ledger(SMALL, sequences=6, length=5, microbatch=2, head_block=3, head="fused")
+    assert fused["logits"] == 3 * 10 * 20
 
 
 @pytest.mark.parametrize(("state", "size"), [("fp32", 12), ("bf16", 4), ("bf16_stochastic", 4), ("bf16_kahan", 6)])
@@ -74,7 +89,7 @@ def test_bytes_of_optimizer_state(state, size):
     float32 = update_ledger(SMALL, **sizes, optimizer_state=state, bytes_per_weight=4)
     assert float32["optimizer state"] == 400 * 8, "a float32 parameter has two float32 moments"
     assert float32["weights"] == 400 * 4
-    assert sum(host_ledger(SMALL, optimizer_state=state).values()) == 400 * (4 + size)
+    assert (state_bytes(state), state_bytes(state, 4)) == (size, 8)
 
 
 def test_a_microbatch_larger_than_the_batch_is_the_batch():
@@ -90,9 +105,7 @@ def test_a_size_below_one_is_refused(name):
         update_ledger(SMALL, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("engine", "layered"), ("optimizer_state", "fp16"), ("bytes_per_weight", 3)]
-)
+@pytest.mark.parametrize(("name", "value"), [("head", "chunked"), ("optimizer_state", "fp16"), ("bytes_per_weight", 3)])
 def test_an_unknown_choice_is_refused(name, value):
     with pytest.raises(UserError, match=str(value)):
         update_ledger(SMALL, sequences=1, length=1, microbatch=1, **{name: value})
@@ -127,9 +140,8 @@ def test_a_layers_activations_are_those_that_autograd_keeps(dtype):
 
 
 PASSES = {
-    "plain": {"low_memory": False},
+    "plain": {"recompute_layers": False, "head": "full"},
     "recomputed": {},
-    "layer by layer": {"engine": "layer_major"},
 }
 
 
@@ -149,16 +161,9 @@ def test_the_prediction_bounds_what_an_update_of_the_toy_takes(way):
             return -algo.log_probs_from_logits(model.lm_head(hidden), labels[m])["log_probs"].mean()
         return -algo.log_probs_in_blocks(hidden, model.lm_head.weight, labels[m])["log_probs"].mean()
 
-    def drop(name):
-        for parameter in part_parameters(model, name):
-            parameter.grad = None
-
     def run():
-        if way == "layer by layer":
-            algo.layer_major_backward(model, ids, loss_of, drop)
-        else:
-            for m in range(len(ids)):
-                loss_of(model.model(ids[m], use_cache=False).last_hidden_state, m).backward()
+        for m in range(len(ids)):
+            loss_of(model.model(ids[m], use_cache=False).last_hidden_state, m).backward()
 
     ledger = update_ledger(TOY, sequences=8, length=64, microbatch=2, bytes_per_weight=4, **PASSES[way])
     made = sum(size for name, size in ledger.items() if name not in ("weights", "optimizer state"))
