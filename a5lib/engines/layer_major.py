@@ -135,7 +135,7 @@ class LayerMajorEngine:
             stats = statistics(on_card, scores["log_probs"].view(shape), scores["token_entropy"].view(shape), metadata)
         value = float(loss)  # the host waits for the card here
         if not torch.isfinite(loss):
-            raise FloatingPointError(bad_rows(on_card, scores["log_probs"].view(shape)))
+            raise FloatingPointError(bad_rows(on_card, metadata["per_token"]))
         self.norms = norms
         return value, {name: float(stat) for name, stat in stats.items()}
 
@@ -248,7 +248,9 @@ class LayerMajorEngine:
         return {name: torch.zeros(cells, dtype=wide, device=self.device) for name in ("log_probs", "token_entropy")}
 
     def _loss(self, batch: Batch, log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The batch's loss, its derivative with respect to the log-probabilities [B, T], and the loss's metadata."""
+        """The batch's loss, its derivative with respect to the log-probabilities [B, T], and the loss's metadata with
+        the loss of every token, "per_token" [B, T].
+        """
         preset = self.config.preset
         constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
         per_token, metadata = self.algo.compute_policy_gradient_loss(
@@ -259,7 +261,7 @@ class LayerMajorEngine:
             per_token, batch["response_mask"], preset.loss_normalization, constant
         )
         derivative = torch.autograd.grad(loss, log_probs)[0] if log_probs.requires_grad else torch.zeros(0)
-        return loss.detach(), derivative, metadata
+        return loss.detach(), derivative, {**metadata, "per_token": per_token.detach()}
 
     @contextlib.contextmanager
     def _trip(self, microbatches: Sequence[Microbatch], *, keep_inputs: bool) -> Iterator[Trip]:

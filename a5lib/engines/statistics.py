@@ -42,8 +42,8 @@ def statistics(batch: Batch, log_probs: Tensor, entropy: Tensor, loss_metadata: 
     return stats
 
 
-def bad_rows(batch: Batch, log_probs: Tensor) -> str:
-    """The sentence for a loss that is not finite: it names the rows of the batch whose log-probabilities are not."""
-    bad = ~torch.where(batch["response_mask"], log_probs, 0.0).isfinite().all(dim=1)
+def bad_rows(batch: Batch, per_token_loss: Tensor) -> str:
+    """The sentence for a loss that is not finite: it names the rows of the batch where the loss of a token is not."""
+    bad = ~torch.where(batch["response_mask"], per_token_loss, 0.0).isfinite().all(dim=1)
     rows = ", ".join(str(row) for row in bad.nonzero().flatten().tolist())
     return f"The loss is not finite in row {rows or 'unknown'} of the batch, counted from 0."
