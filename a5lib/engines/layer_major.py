@@ -553,8 +553,8 @@ class Trip:
         rows = grad.view(-1, self.engine.width)
         order = [(0, m) for m in range(len(self.microbatches))]
         for m, (d,) in enumerate(self.arriving(order, lambda i, m: [hidden.travelling(i, m)])):
-            for columns in torch.arange(self.engine.width).split(EMBEDDING_COLUMNS):
-                at = slice(int(columns[0]), int(columns[-1]) + 1)
+            for start in range(0, self.engine.width, EMBEDDING_COLUMNS):
+                at = slice(start, start + EMBEDDING_COLUMNS)
                 rows[:, at] += torch.ops.aten.embedding_dense_backward(
                     hidden.use(d)[:, at], self.microbatches[m].ids, len(rows), self.parts.padding_idx, False
                 )
