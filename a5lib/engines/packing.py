@@ -59,7 +59,8 @@ def pack(batch: Batch, tokens: int, *, pad_to: int | None = None, sequences: int
         tokens: tokens in a microbatch.
         pad_to: fill every microbatch up to this many tokens with sequences that count for nothing, so that all have one
             shape (which compiled code wants). None: no filling.
-        sequences: fill `starts` up to this many sequences with empty ones. None: no filling.
+        sequences: fill `starts` up to this many sequences with empty ones; what fills the tokens is cut into no more
+            than these leave. None: no filling.
 
     >>> mask = torch.tensor([[0, 1, 1], [0, 1, 0]])
     >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "labels": torch.tensor([[6, 7, 1], [9, 1, 0]]),
@@ -92,8 +93,8 @@ def _lay_out(batch: Batch, mask: Tensor, group: list[tuple[int, int]], pad_to: i
     ids = batch["input_ids"].reshape(-1)[cells]
     counted = mask.reshape(-1)[cells]
     filling = max(0, (pad_to or 0) - len(ids))
-    longest = max(lengths)
-    lengths += [min(longest, filling - start) for start in range(0, filling, longest)]
+    piece = max(lengths) if sequences is None else max(*lengths, -(-filling // max(1, sequences - len(group))))
+    lengths += [min(piece, filling - start) for start in range(0, filling, piece)]
     starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
     if sequences is not None:
         starts = torch.cat([starts, starts[-1:].expand(max(0, sequences + 1 - len(starts)))])
