@@ -233,7 +233,16 @@ MICROBATCH_SIZE = 8
 
 # A resumed run may change these; every other field must be what it was.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"num_steps", "eval_every", "save_every", "save_final", "log_rollouts_every", "tracker", "generation_batch_size"}
+    {
+        "num_steps",
+        "eval_every",
+        "save_every",
+        "save_final",
+        "log_rollouts_every",
+        "tracker",
+        "generation_batch_size",
+        "vram_budget",
+    }
 )
 
 

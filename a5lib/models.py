@@ -18,7 +18,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from a5lib.config import TOY
@@ -92,22 +99,11 @@ def load_policy(
         UserError: no config or tokenizer, no end-of-sequence token, weights that are missing or damaged, or a
         vocabulary smaller than the tokenizer's.
     """
-    target = select_device("cpu" if model == TOY and device == "auto" else device)
-    source = str(TOY_MODEL_DIR) if model == TOY else model
-    _check_source(model, source)
+    target = policy_device(model, device)
+    source = _source(model)
     if attention_implementation == "flash_attention_2":
         attention_implementation = _flash_attention_or_sdpa()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        raise UserError(
-            f"The tokenizer of {model!r} does not load ({_first_line(error)}); give a folder with its files, or an id "
-            "and a network."
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
-        )
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     try:
         with without_progress_bars() if model == TOY or bars_are_off() else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -126,10 +122,57 @@ def load_policy(
     if missing:
         raise UserError(f"The weights of {model!r} lack {min(missing)}, which would stay random; give them all.")
     _check_vocabulary(model, policy, tokenizer)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     nn.Module.to(policy, target)
     return policy.eval(), tokenizer
+
+
+def policy_device(model: str, device: str) -> torch.device:
+    """Where a policy goes: `select_device`, but with `auto` the toy model stays on the CPU.
+
+    >>> policy_device("toy", "auto")
+    device(type='cpu')
+    """
+    return select_device("cpu" if model == TOY and device == "auto" else device)
+
+
+def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model alone: what a plan needs, without a weight.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(_source(model), trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(
+            f"The config of {model!r} does not load ({_first_line(error)}); give a folder saved with save_pretrained."
+        ) from error
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        UserError: it does not load, or has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_source(model), trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise UserError(
+            f"The tokenizer of {model!r} does not load ({_first_line(error)}); give a folder with its files, or an id "
+            "and a network."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer of {model!r} has no end-of-sequence token; set eos_token in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -190,6 +233,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         unfinished.rename(folder)
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"The model cannot be saved in {folder} ({error}); make room and try again.") from error
+
+
+def _source(model: str) -> str:
+    """What transformers is given for a model; refuses what cannot be one."""
+    source = str(TOY_MODEL_DIR) if model == TOY else model
+    _check_source(model, source)
+    return source
 
 
 def _check_source(model: str, source: str) -> None:

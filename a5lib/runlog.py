@@ -111,6 +111,11 @@ class RunLog:
             _replace(path, "".join(lines))
         return path
 
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Write plan.json: what the engine keeps where, in bytes."""
+        with self._disk_trouble():
+            _replace(self.run_dir / PLAN_FILE, _json(plan, indent=1))
+
     def sync(self) -> None:
         """Flush every line to the disk; called before a checkpoint is saved, so that no saved step lacks its line."""
         with self._disk_trouble():

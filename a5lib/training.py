@@ -24,18 +24,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from a5lib.checkpoints import Checkpoint, capture_rng, latest_checkpoint, restore_rng, save_checkpoint
 from a5lib.config import MAY_CHANGE_ON_RESUME, ResolvedConfig, TrainConfig, flag, resolve
 from a5lib.data import BatchSampler, load_gsm8k
-from a5lib.engines import Batch, Engine
-from a5lib.engines.resident import ResidentEngine
+from a5lib.engines import Batch
+from a5lib.engines.choice import make_engine, plan_run
 from a5lib.errors import UserError
 from a5lib.evaluation import Evaluation, evaluate
 from a5lib.grading import REWARD_FUNCTIONS
 from a5lib.metrics import Clock, combine_updates, rollout_metrics, throughput
-from a5lib.models import claim_folder, encode_prompt, load_policy, save_model
+from a5lib.models import (
+    claim_folder,
+    encode_prompt,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    policy_device,
+    save_model,
+    select_dtype,
+)
 from a5lib.optimizers import warmup_lr
 from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
@@ -101,21 +110,26 @@ def train(
     train_problems = load_problems(config.train_file, "train", config.train_examples)
     val_problems = load_problems(config.val_file, "validation", config.val_examples)
     sampler = BatchSampler(train_problems, config.rollout_batch_size // config.group_size, config.seed)
-    model, tokenizer = load_policy(
+    device = policy_device(config.model, config.device)
+    dtype = select_dtype(config.dtype, device)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    model_config = load_config(config.model, trust_remote_code=config.trust_remote_code)
+    room = room_for_response(model_config, tokenizer, template, [*train_problems, *val_problems])
+    check_context(room, config.max_tokens)
+    plan = plan_run(config, model_config, model_config.max_position_embeddings - room, device, dtype)
+    model, _ = load_policy(
         config.model,
-        device=config.device,
-        dtype=config.dtype,
+        device="cpu",
+        dtype=str(dtype).removeprefix("torch."),
         attention_implementation=config.attention_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    room = room_for_response(model, tokenizer, template, [*train_problems, *val_problems])
-    check_context(room, config.max_tokens)
     run_dir, checkpoint = open_run(config) if resume else (claim_run_dir(config), None)
 
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.seed)
-    engine: Engine = ResidentEngine(model, config, algo)
-    backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size)
+    engine = make_engine(model, config, algo, plan, device)
+    backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size, device)
     state = RunState()
     data = {"--train-file": fingerprint(train_problems), "--val-file": fingerprint(val_problems)}
     warnings: list[str] = []
@@ -127,8 +141,11 @@ def train(
         restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
         checkpoint = None  # its tensors are as large as the training state
     log = RunLog(run_dir, config, whose=algo.summary(), keep_until=state.step)
-    recorder = MemoryRecorder(next(model.parameters()).device, log.memory)
+    log.plan(plan.to_json())
+    recorder = MemoryRecorder(device, log.memory)
     say(f"Run folder: {run_dir}. Algorithm {config.algorithm}; code: {algo.summary()}; reward: {grader}.")
+    if plan.engine == "layer_major":
+        say("The layer-major engine trains: the losses are those of the code above, scoring and accumulation its own.")
     for sentence in warnings:
         say(sentence)
     if resume:
@@ -145,6 +162,7 @@ def train(
                 temperature=0.0 if greedy else config.temperature, top_p=config.top_p, samples=samples,
                 seed=stream_seed(config.seed, EVALUATION_STREAM), progress=progress.update,
             )  # fmt: skip
+        backend.release()
         log.evaluation(state.step, "greedy" if greedy else "sampled", result)
         return result
 
@@ -185,6 +203,7 @@ def train(
                         prompts, n=config.group_size, max_tokens=config.max_tokens, temperature=config.temperature,
                         top_p=config.top_p, stop=template.stop, seed=stream_seed(config.seed, ROLLOUT_STREAM, step),
                     )  # fmt: skip
+                    backend.release()
 
                 with clock("reward"):
                     answers = [problems[c.prompt_index].answer for c in completions]
@@ -264,14 +283,17 @@ def load_problems(file: Path | None, split: Split, count: int) -> list[Problem]:
 
 
 def room_for_response(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: PromptTemplate, problems: Sequence[Problem]
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: PromptTemplate,
+    problems: Sequence[Problem],
 ) -> int:
     """Tokens of the model's context that the longest prompt leaves.
 
     Raises:
         UserError: it leaves none.
     """
-    context = model.config.max_position_embeddings
+    context: int = model_config.max_position_embeddings
     longest = max(len(encode_prompt(tokenizer, template.render(p.question))) for p in problems)
     if longest >= context:
         raise UserError(
@@ -367,8 +389,8 @@ def run_faults(where: str, config: ResolvedConfig) -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{where}: the card's memory is full; {kept}; lower --generation-batch-size, add --low-memory, or choose "
-            "--optimizer-state bf16_stochastic."
+            f"{where}: the card's memory is full; {kept}; continue with --resume and a smaller "
+            "--vram-budget or --generation-batch-size, or start anew with --optimizer-state bf16_stochastic."
         ) from error
 
 

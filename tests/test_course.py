@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from a5lib.config import TrainConfig
 from a5lib.course import EXERCISES, algo, blank, is_written, load_algo
 from a5lib.course.exercises import NAMES, require_for_training, stub_called
 from a5lib.course.stubs import BEGIN, END, function_text, region_text
@@ -314,16 +315,17 @@ def test_live_functions_say_calmly_what_is_missing_where_there_is_no_reference(c
 
 def test_a_run_needs_some_functions_and_names_the_first_that_is_not_written(course):
     with pytest.raises(UserError, match=r"^pad_and_mask is not .* or set A5_IMPL=auto to run the reference"):
-        require_for_training(load_algo("starter"))
-    require_for_training(load_algo("auto"))
+        require_for_training(load_algo("starter"), TrainConfig())
+    require_for_training(load_algo("auto"), TrainConfig())
     for file in ("masks", "rewards", "advantages", "losses", "train_step"):
         (course / "starter" / f"{file}.py").write_text(read_exercise("solutions", f"{file}.py"), encoding="utf-8")
     for name in ("log_probs_from_logits", "get_response_log_probs"):
         write_exercise(course, "scoring", name)
     (course / "solutions" / "__init__.py").unlink()
-    require_for_training(load_algo())
+    require_for_training(load_algo(), TrainConfig())
+    require_for_training(load_algo(), TrainConfig(engine="layer_major", low_memory=True))  # scores by itself
     with pytest.raises(UserError, match=r"^log_probs_in_blocks is not written yet; .* then run this again\.$"):
-        require_for_training(load_algo(), low_memory=True)
+        require_for_training(load_algo(), TrainConfig(low_memory=True))
 
 
 def test_a_stub_is_told_from_a_fault_of_pytorch(course):

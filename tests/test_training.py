@@ -16,10 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import a5lib.engines.choice as choice
+import a5lib.engines.layer_major as layer_major
+import a5lib.optimizers as optimizers
 import a5lib.training as training
 from a5lib.cli import TrainFlags, as_config, default_train_flags, parse
 from a5lib.config import ALGORITHMS, TrainConfig
 from a5lib.course import load_algo
+from a5lib.engines.layer_major import Trip
 from a5lib.errors import UserError
 from a5lib.records import METRICS
 from a5lib.rollouts.transformers_backend import TransformersRollouts
@@ -33,6 +37,9 @@ SMALL = TrainConfig(
     eval_every=2, save_every=1, device="cpu",
 )  # fmt: skip
 TIMING = ("seconds_", "memory_", "_per_second")
+
+
+HOST_TO_HOST = 0.015  # GiB: room for one layer of the toy model at a time
 
 
 def small(folder: Path, **fields: Any) -> TrainConfig:
@@ -76,14 +83,14 @@ def test_every_preset_trains_three_steps(algorithm: str, tmp_path: Path) -> None
     before = {name: p.clone() for name, p in training.load_policy(device="cpu")[0].named_parameters()}
     trained = {}
 
-    class Engine(training.ResidentEngine):
+    class Engine(choice.ResidentEngine):
         def step(self, learning_rate: float) -> float:
             norm = super().step(learning_rate)
             trained.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
             return norm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "ResidentEngine", Engine)
+        patch.setattr(choice, "ResidentEngine", Engine)
         summary = run(config)
     metrics = read_jsonl(summary.run_dir / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
@@ -95,9 +102,36 @@ def test_every_preset_trains_three_steps(algorithm: str, tmp_path: Path) -> None
         assert any(m["ratio_max"] != 1 for m in metrics), "the second update of a rollout batch is off-policy"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "offpolicy_clip"])
-def test_R06_six_steps_are_three_a_kill_and_three(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "offpolicy_gspo"])
+def test_the_layer_major_engine_trains_as_the_resident_one(algorithm: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"algorithm": algorithm, "eval_every": 0, "save_every": 0}
+    if algorithm == "offpolicy_gspo":
+        fields |= {"train_batch_size": 8}
+    run(small(tmp_path / "resident", **fields))
+    run(small(tmp_path / "layers", vram_budget=HOST_TO_HOST, **fields))
+    plan = json.loads((tmp_path / "layers" / "plan.json").read_text())
+    assert (plan["engine"], plan["resident"]) == ("layer_major", []), "the budget leaves everything on the host"
+    one, other = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("resident", "layers"))
+    assert len(one) == 3
+    for a, b in zip(one, other, strict=True):
+        for name in METRICS:
+            if not name.startswith(("seconds", "memory")) and not name.endswith("per_second"):
+                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), f"{name} of step {a['step']}"
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("resident", "layers")]
+    for name, weight in weights[0].items():
+        # Adam divides by the root of the second moment: where a gradient is near 0, rounding moves a weight by lr.
+        assert (weight - weights[1][name]).abs().max() < 3 * 5e-4, name
+        assert (weight - weights[1][name]).norm() < 1e-4 * weight.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "budget"),
+    [("grpo", None), ("offpolicy_clip", None), ("grpo", HOST_TO_HOST), ("offpolicy_clip", HOST_TO_HOST)],
+)
+def test_R06_six_steps_are_three_a_kill_and_three(algorithm: str, budget: float | None, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"algorithm": algorithm, "num_steps": 6, "optimizer_state": "bf16_stochastic"}
+    if budget is not None:
+        fields |= {"vram_budget": budget, "dtype": "bfloat16"}
     if algorithm == "offpolicy_clip":
         fields |= {"train_batch_size": 8, "warmup_steps": 9, "dtype": "bfloat16"}
     whole, cut = tmp_path / "whole", tmp_path / "cut run"
@@ -279,7 +313,7 @@ def test_outside_the_main_thread_there_is_no_handler() -> None:
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
-    score = training.ResidentEngine.accumulate
+    score = choice.ResidentEngine.accumulate
     folder = tmp_path / "run"
 
     def poisoned(self, batch):
@@ -287,7 +321,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_checkpoint(tmp_p
             batch = {**batch, "advantages": torch.full_like(batch["advantages"], torch.inf)}
         return score(self, batch)
 
-    monkeypatch.setattr(training.ResidentEngine, "accumulate", poisoned)
+    monkeypatch.setattr(choice.ResidentEngine, "accumulate", poisoned)
     with pytest.raises(UserError, match=r"Step 2, sequences 0 to 15.*not finite in row .*checkpoint is untouched"):
         run(small(folder))
     monkeypatch.undo()
@@ -295,13 +329,13 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_checkpoint(tmp_p
 
 
 def test_a_gradient_that_is_not_finite_names_the_step(tmp_path: Path, monkeypatch) -> None:
-    step = training.ResidentEngine.step
+    step = choice.ResidentEngine.step
 
     def poisoned(self, learning_rate):
         next(iter(self.model.parameters())).grad.fill_(torch.nan)
         return step(self, learning_rate)
 
-    monkeypatch.setattr(training.ResidentEngine, "step", poisoned)
+    monkeypatch.setattr(choice.ResidentEngine, "step", poisoned)
     with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: .*the step was not taken"):
         run(small(tmp_path / "run"))
 
@@ -319,15 +353,40 @@ def test_weights_that_are_not_finite_are_found_in_generation(tmp_path: Path, mon
         run(small(tmp_path / "run"))
 
 
-def test_a_full_card_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("part", ["accumulate", "step"])
+def test_a_card_that_is_full_midway_is_one_sentence_and_the_run_goes_on(part: str, tmp_path: Path, monkeypatch) -> None:
+    fields: dict[str, Any] = {"vram_budget": HOST_TO_HOST, "eval_every": 0}
+    run(small(tmp_path / "whole", **fields))
+    calls = 0
+    real = Trip.down if part == "accumulate" else optimizers.adamw_update
+
+    def full(*args, **options):
+        nonlocal calls
+        calls += 1
+        if calls == (2 if part == "accumulate" else 3):  # in the second step; in the first one, with weights half done
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*(Trip, "down", full) if part == "accumulate" else (layer_major, "adamw_update", full))
+        words = (
+            r"Step \d, sequences 0 to 15: the card's memory is full; the last checkpoint is .*--resume.*--vram-budget"
+        )
+        with pytest.raises(UserError, match=words):
+            run(small(tmp_path / "cut", **fields))
+    assert calls > 1
+    run(resumed(tmp_path / "cut"), resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_full_card_is_the_same_sentence_with_the_resident_engine(tmp_path: Path, monkeypatch) -> None:
     def full(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(training.ResidentEngine, "accumulate", full)
-    with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: the card's memory is full.*--low-memory"):
+    monkeypatch.setattr(choice.ResidentEngine, "accumulate", full)
+    with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: the card's memory is full.*--vram-budget"):
         run(small(tmp_path / "run"))
-    monkeypatch.undo()
-    assert run(resumed(tmp_path / "run", generation_batch_size=4), resume=True).finished
+    assert (tmp_path / "run" / "checkpoints").is_dir(), "step 0 is saved, so that the run can be resumed"
 
 
 def test_other_problems_and_a_step_that_has_passed_are_refused_on_resume(tmp_path: Path) -> None:

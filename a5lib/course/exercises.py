@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from a5lib.config import nearest
+from a5lib.config import HeadName, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
 
 Impl = Literal["auto", "starter", "solutions"]
@@ -109,11 +109,19 @@ def load_algo(impl: Impl | None = None) -> Algo:
     return _assemble(lambda file, name: "yours" if is_written(_exercise(mine, file, name)) else "reference")
 
 
-def require_for_training(functions: Algo, low_memory: bool = False) -> None:
+SCORING: dict[HeadName, tuple[str, ...]] = {
+    "full": ("log_probs_from_logits", "get_response_log_probs"),
+    "blocks": ("log_probs_from_logits", "log_probs_in_blocks", "get_response_log_probs_in_blocks"),
+    "fused": (),
+}
+
+
+def require_for_training(functions: Algo, flags: TrainConfig) -> None:
     """Raise `UserError`, before any work, if a run would call a function that is not written."""
-    scoring = ("log_probs_in_blocks", "get_response_log_probs_in_blocks") if low_memory else ("get_response_log_probs",)
-    needed = {*EXERCISES["advantages"], *EXERCISES["losses"], "pad_and_mask", "compute_rollout_rewards",
-              "log_probs_from_logits", *scoring, "accumulate_gradients"}  # fmt: skip
+    config = resolve(flags)
+    needed = {*EXERCISES["advantages"], *EXERCISES["losses"], "pad_and_mask", "compute_rollout_rewards"}
+    if config.engine != "layer_major" and not (config.device == "cpu" and config.vram_budget is not None):
+        needed |= {*SCORING[config.head], "accumulate_gradients"}
     for name in NAMES:
         if name in needed and functions.whose[name] == "unwritten":
             otherwise = ", or set A5_IMPL=auto to run the reference in its place" if has_reference() else ""

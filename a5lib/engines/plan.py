@@ -74,6 +74,7 @@ class Plan:
     head_block: int = HEAD_BLOCK[True]
     bucket: int = BUCKET
     compiled: bool = False
+    on_card: bool = True
     budget: int | None = None
     card: dict[str, dict[str, int]] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
@@ -97,9 +98,9 @@ class Plan:
         return {"engine": self.engine, "budget_bytes": values.pop("budget"), **values}
 
 
-def usable(budget: int) -> int:
-    """Bytes of a budget for the whole card that buffers may take: without CUDA's context and the slack for gaps."""
-    return int((budget - CONTEXT) * (1 - SLACK))
+def usable(budget: int, *, on_card: bool = True) -> int:
+    """Bytes of a budget that buffers may take: without CUDA's context, on a card, and the slack for gaps."""
+    return int((budget - on_card * CONTEXT) * (1 - SLACK))
 
 
 def plan_update(
@@ -115,6 +116,7 @@ def plan_update(
     recompute_layers: bool = True,
     head: HeadName = "blocks",
     head_block: int | None = None,
+    on_card: bool = True,
 ) -> Plan:
     """Choose an engine and what it keeps on the card. Taught in notebook 09.
 
@@ -132,27 +134,34 @@ def plan_update(
         compiled: whether the layer-major engine compiles its layer.
         microbatch, recompute_layers, head: rows at a time and the switches of the resident engine.
         head_block: tokens whose logits exist at one time; None: `HEAD_BLOCK`, or 32 for the head in "blocks".
+        on_card: False where the CPU's own memory stands for the card.
 
     Raises:
         UserError: nothing fits; says what the smallest setting needs.
     """
     resident = _resident(shape, size, budget, optimizer_state, bytes_per_weight, microbatch, recompute_layers, head,
-                         head_block)  # fmt: skip
-    fits = budget is None or resident.peak() <= usable(budget)
+                         head_block, on_card)  # fmt: skip
+    fits = budget is None or resident.peak() <= usable(budget, on_card=on_card)
     if engine == "resident" or (engine is None and fits):
         if not fits:
             raise UserError(_too_small(resident, budget or 0, "choose --engine layer_major, or leave --engine out"))
         return resident
-    return _layer_major(shape, size, budget, optimizer_state, bytes_per_weight, compiled, head_block)
+    return _layer_major(shape, size, budget, optimizer_state, bytes_per_weight, compiled, head_block, on_card)
 
 
 def _too_small(plan: Plan, budget: int, advice: str) -> str:
     phase = max(plan.card, key=lambda name: sum(plan.card[name].values()))
-    needs = math.ceil(10 * (plan.peak() / (1 - SLACK) + CONTEXT) / GIB) / 10
+    needs = plan.peak() / (1 - SLACK) + plan.on_card * CONTEXT
     return (
-        f"The {plan.engine.replace('_', '-')} engine needs {needs:.1f} GiB of the card in the phase {phase!r}, but the "
-        f"budget is {budget / GIB:.1f} GiB; {advice}."
+        f"The {plan.engine.replace('_', '-')} engine needs {_gib(needs)} in the phase {phase!r}, but the budget is "
+        f"{_gib(budget)}; {advice}."
     )
+
+
+def _gib(size: float) -> str:
+    """A size in GiB, rounded up at the third digit."""
+    digits = 1 if size >= GIB else 3
+    return f"{math.ceil(size / GIB * 10**digits) / 10**digits:.{digits}f} GiB"
 
 
 # --- the resident engine
@@ -160,7 +169,7 @@ def _too_small(plan: Plan, budget: int, advice: str) -> str:
 
 def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer_state: OptimizerState,
               bytes_per_weight: int, microbatch: int, recompute_layers: bool, head: HeadName,
-              head_block: int | None) -> Plan:  # fmt: skip
+              head_block: int | None, on_card: bool) -> Plan:  # fmt: skip
     block = head_block or (HEAD_BLOCK[False] if head == "fused" else 32)
     ledger = update_ledger(
         shape, sequences=size.sequences, length=size.longest, microbatch=microbatch, optimizer_state=optimizer_state,
@@ -177,10 +186,11 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         "step": held | gradients | {"AdamW's blocks": 8 * 4 * (1 << 22)},
         "save": held,
     }
-    card = {phase: {"libraries' workspace": WORKSPACE, **names} for phase, names in card.items()}
+    if on_card:
+        card = {phase: {"libraries' workspace": WORKSPACE, **names} for phase, names in card.items()}
     return Plan(
         longest=size.longest, microbatch_tokens=microbatch * size.longest, engine="resident",
-        microbatches=-(-size.sequences // microbatch), head_block=block, budget=budget, card=card,
+        microbatches=-(-size.sequences // microbatch), head_block=block, on_card=on_card, budget=budget, card=card,
         traffic=dict.fromkeys(("pass, in", "pass, out", "step, in", "step, out"), 0),
     )  # fmt: skip
 
@@ -198,11 +208,12 @@ def _generation(shape: ModelShape, size: UpdateSize, bytes_per_weight: int) -> d
 
 
 def _layer_major(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer_state: OptimizerState,
-                 bytes_per_weight: int, compiled: bool, head_block: int | None) -> Plan:  # fmt: skip
-    limit = math.inf if budget is None else usable(budget)
+                 bytes_per_weight: int, compiled: bool, head_block: int | None,
+                 on_card: bool) -> Plan:  # fmt: skip
+    limit = math.inf if budget is None else usable(budget, on_card=on_card)
 
     def planned(**choice: Any) -> Plan:
-        plan = Plan(longest=size.longest, compiled=compiled, budget=budget, **choice)
+        plan = Plan(longest=size.longest, compiled=compiled, on_card=on_card, budget=budget, **choice)
         card, host = (
             _card(plan, shape, size, optimizer_state, bytes_per_weight),
             _host(plan, shape, size, optimizer_state, bytes_per_weight),
@@ -267,7 +278,7 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     hidden = n * shape.hidden * w  # one hidden state
     layer, ends, lives = _sizes(plan, shape)
     state = state_bytes(optimizer_state, w)
-    held = {"libraries' workspace": WORKSPACE}
+    held = {"libraries' workspace": WORKSPACE} if plan.on_card else {}
     if lives:
         held |= {
             "weights that stay": lives * w,
@@ -294,13 +305,13 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     work = {
         "layer at work": _down(shape, n, w, plan.compiled, size.sequences + n // size.longest + 2),
         "head at work": max(
-            block * shape.vocabulary * (2 * w if plan.compiled else 16) + int(6.5 * hidden) + 100 * MIB,
+            block * shape.vocabulary * (2 * w if plan.compiled else 16) + int(6.5 * hidden) + plan.on_card * 100 * MIB,
             NORM_WORK * hidden,
         ),
     }
     largest = max(work, key=lambda name: work[name])
     bucket = min(plan.bucket, max(layer, ends)) if layer or ends else 0
-    step = STEP_BUFFERS * bucket * (2 * w + state) + (0 if plan.compiled else 6 * 4 * plan.bucket)
+    step = STEP_BUFFERS * bucket * (2 * w + state) + (0 if plan.compiled else 6 * 4 * bucket)
     generation = _generation(shape, size, w)
     if generation:
         generation = {"weights to generate with": shape.parameters() * w, **generation}

@@ -1,12 +1,14 @@
 """The plain engine: parameters, gradients and optimizer state all stay on the model's device.
 
-The mathematics is `algo`'s: this file only chooses rows, moves them, and steps. With `--low-memory` decoder layers are
-recomputed in the backward pass and the head is scored in blocks of positions.
+The mathematics is `algo`'s: this file only chooses rows, moves them, and steps. Its savings can be switched one by one:
+`--gradient-accumulation-steps` for small microbatches, `--recompute-layers`, and `--head` for the way of scoring. AdamW
+works in blocks in any case (see `a5lib.optimizers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
+from a5lib.heads import fused_log_probs
 from a5lib.optimizers import AdamW, clip_scale, gradient_norms, total_norm
 
 
@@ -25,15 +28,20 @@ class ResidentEngine:
         model: the policy, on its device; its parameters are trained in place.
         config: a resolved config.
         algo: the exercise functions (see `a5lib.course.load_algo`).
+        head_block: positions whose logits exist at one time, unless the head is "full".
     """
 
-    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, algo: Any) -> None:
+    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, algo: Any, head_block: int = 32) -> None:
         self.model = model
         self.config = config
         self.algo = algo
         self.device = next(model.parameters()).device
-        self.score_fn = algo.get_response_log_probs_in_blocks if config.low_memory else algo.get_response_log_probs
-        if config.low_memory:
+        self.score_fn: Callable[..., dict[str, Tensor]] = {
+            "full": algo.get_response_log_probs,
+            "blocks": partial(algo.get_response_log_probs_in_blocks, block_size=head_block),
+            "fused": partial(fused_scores, block=head_block),
+        }[config.head]
+        if config.recompute_layers:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = AdamW(
             model.parameters(),
@@ -116,6 +124,20 @@ class ResidentEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors["model"][name])
         self.optimizer.load_tensors(tensors["optimizer"])
+
+    def release(self) -> None:
+        """See `Engine.release`: here everything stays, because generation uses the very same weights."""
+
+
+def fused_scores(
+    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = True,
+    temperature: float = 1.0, *, block: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """`get_response_log_probs` by `a5lib.heads.fused_log_probs`; the entropy carries no gradient."""
+    hidden = model.base_model(input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+    head: Any = model.get_output_embeddings()
+    log_probs, entropy = fused_log_probs(hidden, head.weight, labels, temperature=temperature, block=block)
+    return {"log_probs": log_probs, "token_entropy": entropy}
 
 
 def by_length(mask: Tensor) -> Tensor:

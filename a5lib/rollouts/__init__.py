@@ -39,3 +39,7 @@ class RolloutBackend(Protocol):
         `progress` is called with the number of completions that have just finished.
         """
         ...
+
+    def release(self) -> None:
+        """Free what is held on the card for generation; `sync` takes it back."""
+        ...

@@ -8,8 +8,10 @@ training.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,14 +80,26 @@ class _Row:
 class TransformersRollouts:
     """The `RolloutBackend` that generates with the very module that the engine trains.
 
+    Where that module lies elsewhere than on `device`, as with the layer-major engine, `sync` makes a copy of it there,
+    which lasts until `release`.
+
     Args:
         model: a causal language model of transformers whose layers all keep keys and values.
         tokenizer: its tokenizer.
         batch_size: completions decoded side by side.
+        device: where to generate (None: where the model is).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 256,
+        device: torch.device | None = None,
+    ) -> None:
+        self.policy = model
         self.model = model
+        self.device = device
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.synced_step: int | None = None
@@ -93,8 +107,25 @@ class TransformersRollouts:
         self._pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], step: int) -> None:
-        """Note the step: the module is shared with the engine, so its weights are already the current ones."""
+        """Note the step: the module is shared with the engine, so its weights are already the current ones, or are
+        copied from it.
+        """
+        self.release()
+        if self.device is not None and any(p.device.type != self.device.type for p in self.policy.parameters()):
+            copies: dict[int, Any] = {
+                id(p): torch.nn.Parameter(p.detach().to(self.device), requires_grad=False)
+                for p in self.policy.parameters()
+            }
+            self.model = copy.deepcopy(self.policy, copies)  # the memo's copies stand in for the parameters
+            torch.nn.Module.to(self.model, self.device)  # buffers
         self.synced_step = step
+
+    def release(self) -> None:
+        """See `RolloutBackend.release`."""
+        if self.model is not self.policy:
+            self.model = self.policy
+            self.synced_step = None
+            torch.cuda.empty_cache()
 
     def generate(
         self,

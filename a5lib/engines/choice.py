@@ -1,0 +1,89 @@
+"""Which engine a run gets: the plan is made from the model's config and the card before any weight is read."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from a5lib.config import ResolvedConfig
+from a5lib.engines import Engine
+from a5lib.engines.layer_major import LayerMajorEngine
+from a5lib.engines.packing import flash_fits
+from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize, plan_update
+from a5lib.engines.resident import ResidentEngine
+from a5lib.memory import ModelShape
+
+
+def plan_run(
+    config: ResolvedConfig,
+    model_config: PreTrainedConfig,
+    longest_prompt: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Plan:
+    """The plan of a training run: its largest batch, on this device, within `--vram-budget` or what is free.
+
+    On the CPU there is no card to fit: the resident engine is chosen unless a budget or an engine is named, and the
+    budget then bounds the buffers that stand for the card.
+
+    Args:
+        config: a resolved config.
+        model_config: of the policy.
+        longest_prompt: tokens of the longest prompt.
+        device: where the run computes.
+        dtype: type of the parameters.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    on_card = device.type == "cuda"
+    size = UpdateSize(
+        sequences=config.train_batch_size,
+        longest=longest_prompt + config.max_tokens - 1,  # the last token is a label only
+        response=config.max_tokens,
+        scored=0 if config.preset.importance_reweighting_method == "none" else config.rollout_batch_size,
+        decoded=config.generation_batch_size if on_card else 0,
+    )
+    engine = config.engine
+    if not on_card and engine is None:
+        engine = "resident" if config.vram_budget is None else "layer_major"
+    budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
+    if on_card and budget is None:
+        budget = torch.cuda.mem_get_info(device)[0] + CONTEXT  # what is free, and the context that is there already
+    return plan_update(
+        ModelShape.of(model_config),
+        size,
+        budget=budget,
+        engine=engine,
+        optimizer_state=config.optimizer_state,
+        bytes_per_weight=dtype.itemsize,
+        compiled=compiles(device, dtype) if config.compile_layer is None else config.compile_layer,
+        microbatch=-(-config.train_batch_size // config.gradient_accumulation_steps),
+        recompute_layers=config.recompute_layers,
+        head=config.head,
+        on_card=on_card,
+    )
+
+
+def compiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the layer-major engine compiles by itself: packed attention has a kernel there, and Triton is there."""
+    return flash_fits(device, dtype) and importlib.util.find_spec("triton") is not None
+
+
+def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device) -> Engine:
+    """The engine that a plan names, for a model that lies on the CPU.
+
+    A budget that was asked for becomes a hard cap: torch then refuses to allocate more, and the card's other users are
+    safe.
+    """
+    if device.type == "cuda" and config.vram_budget is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = (config.vram_budget * GIB - CONTEXT) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
+    if plan.engine == "layer_major":
+        return LayerMajorEngine(model, config, algo, plan, device)
+    torch.nn.Module.to(model, device)
+    return ResidentEngine(model, config, algo, head_block=plan.head_block)
