@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from a5lib.engines.plan import CONTEXT, Plan
 from a5lib.errors import UserError
 from a5lib.optimizers import stochastic_round
 from a5lib.plots import COLORS, DASHED, DOTTED, SOLID, Picture, label, look
@@ -23,6 +26,18 @@ from a5lib.plots import COLORS, DASHED, DOTTED, SOLID, Picture, label, look
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--", "||", "**")
 GREY = "0.35"
 FAR = 10  # a budget this many times the total is named, not drawn
+TINY = 0.015  # buffers below this share of the longest bar are drawn together
+BUFFERS = {  # in a plan -> in its figure, from the left; a buffer that is not here comes after them
+    "CUDA itself": "CUDA itself",
+    "weights": "weights", "weights that stay": "weights",
+    "optimizer state": "optimizer state", "optimizer state that stays": "optimizer state",
+    "gradients": "gradients", "gradients that stay": "gradients",
+    "visiting weights": "visiting weights and gradients",
+    "visiting weights and gradients": "visiting weights and gradients",
+    "hidden states": "hidden states", "layer inputs": "layer inputs",
+    "layer at work": "layer or head at work", "head at work": "layer or head at work",
+    "layer or head at work": "layer or head at work",
+}  # fmt: skip
 
 NORMALIZERS = {  # title -> baseline and normaliser
     "(r - mean) / std\ngrpo": ("mean", "std"),
@@ -270,6 +285,102 @@ def ledger_figure(ledger: Mapping[str, int], budget: int | None = None) -> Pictu
             ax.annotate("budget", (budget / unit, 0), (3, 2), xycoords=("data", "axes fraction"),
                         textcoords="offset points", fontsize=8)  # fmt: skip
     return figure
+
+
+def plan_figure(plan: Plan) -> Picture:
+    """The bytes of a plan by phase, stacked, against its budget; below them those on the host. Taught in notebook 09.
+
+    The card's bars begin with what CUDA takes before the first tensor, because a budget is for the whole card. Buffers
+    that are too small to see are drawn as one.
+
+    Args:
+        plan: as `a5lib.engines.plan.plan_update` gives it.
+
+    Raises:
+        UserError: the plan has no bytes.
+    """
+    start = {"CUDA itself": CONTEXT} if plan.on_card else {}
+    card = {phase: start | sizes for phase, sizes in plan.card.items()}
+    _check_bytes({name: size for sizes in (*card.values(), plan.host) for name, size in sizes.items()})
+    highest = max(sum(sizes.values()) for sizes in card.values())
+    far = plan.budget is not None and plan.budget > FAR * highest  # the bars would be too narrow to see
+    budget = "" if plan.budget is None else f"; the budget is {_size(plan.budget)}"
+    looks = _buffer_looks([*card.values(), plan.host])
+    with look():
+        figure = Picture(figsize=(9, 4.6 if plan.host else 3.6), layout="constrained")
+        ratios = (len(card), 1.3) if plan.host else (1.0,)
+        axes = figure.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
+        label(axes[0], f"Predicted on the card: at most {_size(highest)}{budget}", "", "")
+        drawn = _stacked_rows(axes[0], card, looks, None if far else plan.budget)
+        if plan.host:
+            label(axes[1], f"Predicted on the host: {_size(sum(plan.host.values()))}", "", "")
+            drawn |= _stacked_rows(axes[1], {"always": plan.host}, looks)
+        handles = [Patch(label=name, linewidth=0, **style) for name, style in looks.items() if name in drawn]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
+        title = f"{plan.engine.replace('_', '-')} engine; on the card: {what_stays(plan)}"
+        figure.suptitle(_wrapped(title, 120), fontsize=10)
+    return figure
+
+
+def _buffer_looks(ledgers: Sequence[Mapping[str, int]]) -> dict[str, dict[str, Any]]:
+    """Colour and hatch of every name that the figure of a plan has, from left to right."""
+    known = dict.fromkeys(BUFFERS.values())
+    others = dict.fromkeys(name for sizes in ledgers for name in sizes if name not in BUFFERS)
+    looks: dict[str, dict[str, Any]] = {
+        name: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[(i + i // len(COLORS)) % len(HATCHES)],
+               "edgecolor": "white"} for i, name in enumerate([*known, *others])
+    }  # fmt: skip
+    return looks | {"smaller buffers": {"facecolor": "0.6", "hatch": "", "edgecolor": "white"}}
+
+
+def _stacked_rows(
+    ax: Axes, rows: Mapping[str, Mapping[str, int]], looks: Mapping[str, Mapping[str, Any]], budget: int | None = None
+) -> set[str]:
+    """A bar for each row, stacked of its buffers, with the sum behind it; returns the names that were drawn."""
+    longest = max(*(sum(sizes.values()) for sizes in rows.values()), budget or 0, 1)
+    unit, unit_name = _unit(longest)
+    highest = {name: max(sizes.get(name, 0) for sizes in rows.values()) for sizes in rows.values() for name in sizes}
+    drawn = set()
+    for i, sizes in enumerate(rows.values()):
+        widths = dict.fromkeys(looks, 0)
+        for name, size in sizes.items():
+            small = highest[name] < TINY * longest
+            widths["smaller buffers" if small else BUFFERS.get(name, name)] += size
+        base = 0.0
+        for name, size in widths.items():
+            if size:
+                ax.barh(i, size / unit, 0.72, base, linewidth=0, **looks[name])
+                drawn.add(name)
+            base += size / unit
+        ax.text(base, i, f" {_size(sum(sizes.values()))} ", va="center", fontsize=8, zorder=3,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
+    if budget is not None:
+        ax.axvline(budget / unit, color="black", linestyle=DASHED, linewidth=1.4, zorder=1.5)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(visible=False, axis="y")
+    ax.set_xlim(0, 1.12 * longest / unit)
+    ax.set_xlabel(unit_name)
+    return drawn
+
+
+def what_stays(plan: Plan) -> str:
+    """What a plan keeps on the card from one update to the next, or through a pass, in words.
+
+    >>> what_stays(Plan(longest=8, microbatch_tokens=16, microbatches=4, kept=2, resident=frozenset({"layer 0"})))
+    '1 layer with gradient and optimizer state, hidden states of 2 of 4 microbatches'
+    """
+    if plan.engine == "resident":
+        return "everything"
+    layers = sum(name.startswith("layer") for name in plan.resident)
+    kept = min(plan.kept, plan.microbatches)
+    parts = [
+        f"{layers} layer{'s' * (layers != 1)} with gradient and optimizer state" if layers else "",
+        "embedding and head" if "head" in plan.resident else "",
+        f"hidden states of {'all' if kept == plan.microbatches else f'{kept} of'} {plan.microbatches} microbatches",
+        f"inputs of {plan.card_levels} layer{'s' * (plan.card_levels != 1)}" if plan.card_levels else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = None) -> Picture:

@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from a5lib.config import OptimizerState
+from a5lib.config import EngineName, OptimizerState
+from a5lib.engines.plan import UpdateSize, plan_update
 from a5lib.errors import UserError
-from a5lib.figures import HIGHEST_RATIO, advantage_figure, clip_figure, ledger_figure, precision_figure
-from a5lib.memory import OLMO2_1B, TOY, EngineName, update_ledger
+from a5lib.figures import HIGHEST_RATIO, advantage_figure, clip_figure, plan_figure, precision_figure
+from a5lib.memory import TOY, ModelShape
 from a5lib.plots import COLORS, MARKERS, Picture, Run, draw_entropy, draw_length, draw_memory, draw_rewards, look
 from a5lib.records import Rollout
 from a5lib.rollout_views import as_rollout, rollout_class, rollout_html, rollout_text
+from a5lib.synthetic import published_config
 from a5lib.training import StopRequest
 
 NO_WIDGETS = "There are no sliders here, because ipywidgets is not installed (pip install ipywidgets). {instead}"
@@ -91,35 +93,40 @@ def precision_explorer() -> Any:
 
 
 def memory_explorer() -> Any:
-    """Will it fit my card? Sliders for an update's sizes; its predicted bytes. Taught in notebook 09."""
-    shapes = {"OLMo-2 1B": OLMO2_1B, "toy model": TOY}
+    """Will it fit my card? Sliders for an update's sizes and a budget; the plan, or why there is none. Taught in
+    notebook 09.
+    """
+    published = {"OLMo-2 1B": "olmo2-1b", "OLMo-2 7B": "olmo2-7b", "Llama-3.1 8B": "llama3.1-8b"}
+    shapes = {words: ModelShape.of(published_config(name)) for words, name in published.items()} | {"toy model": TOY}
     start: dict[str, Any] = {
-        "model": "OLMo-2 1B", "sequences": 64, "length": 1024, "microbatch": 2, "optimizer_state": "bf16",
-        "engine": "resident", "low_memory": True, "budget": 16,
+        "model": "OLMo-2 1B", "sequences": 64, "length": 1024, "optimizer_state": "fp32", "engine": None, "decoded": 32,
+        "budget": 8,
     }  # fmt: skip
 
-    def draw(model: str, budget: int, **sizes: Any) -> Picture:
-        return ledger_figure(update_ledger(shapes[model], **sizes), budget * GIB)
+    def draw(model: str, sequences: int, length: int, decoded: int, budget: int, **choices: Any) -> Picture:
+        size = UpdateSize(sequences, length, length, scored=sequences, decoded=decoded)
+        return plan_figure(plan_update(shapes[model], size, budget=budget * GIB, **choices))
 
     def controls(w: Any) -> dict[str, Any]:
-        def powers(low: int, high: int, name: str, words: str) -> Any:
-            return w.SelectionSlider(options=[2**i for i in range(low, high + 1)], value=start[name], description=words)
+        def steps(options: list[int], name: str, words: str) -> Any:
+            return w.SelectionSlider(options=options, value=start[name], description=words)
 
         return {
             "model": w.Dropdown(options=list(shapes), value=start["model"], description="model"),
-            "sequences": powers(0, 9, "sequences", "sequences"),
-            "length": powers(6, 12, "length", "tokens of each"),
-            "microbatch": powers(0, 7, "microbatch", "microbatch"),
+            "sequences": steps([2**i for i in range(10)], "sequences", "sequences"),
+            "length": steps([2**i for i in range(6, 15)], "length", "tokens of each"),
             "optimizer_state": w.Dropdown(
                 options=get_args(OptimizerState), value=start["optimizer_state"], description="AdamW state"
             ),
-            "engine": w.Dropdown(options=get_args(EngineName), value=start["engine"], description="engine"),
-            "low_memory": w.Checkbox(start["low_memory"], description="recompute layers, score in blocks"),
-            "budget": w.SelectionSlider(options=[4, 6, 8, 12, 16, 24, 32, 48, 80, 141], value=start["budget"],
-                                        description="card (GiB)"),
+            "engine": w.Dropdown(
+                options=[("choose", None), *((name.replace("_", "-"), name) for name in get_args(EngineName))],
+                value=start["engine"], description="engine",
+            ),
+            "decoded": steps([0, 8, 16, 32, 64, 128, 256], "decoded", "decoded side by side"),
+            "budget": steps([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 80, 141], "budget", "budget (GiB)"),
         }  # fmt: skip
 
-    return _explorer(draw, controls, start, "ledger_figure(update_ledger(OLMO2_1B, ...), budget)")
+    return _explorer(draw, controls, start, "plan_figure(plan_update(shape, UpdateSize(...), budget=...))")
 
 
 def rollout_browser(

@@ -14,13 +14,16 @@ from matplotlib.image import imread
 
 from a5lib import figures
 from a5lib.course import load_algo
+from a5lib.engines.plan import CONTEXT, Plan
 from a5lib.errors import UserError
 from a5lib.figures import (
     advantage_figure,
     clip_figure,
     cycle_figure,
     ledger_figure,
+    plan_figure,
     precision_figure,
+    what_stays,
 )
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollout_views import as_rollout, rollout_class, rollout_html, rollout_text
@@ -182,8 +185,7 @@ def test_wrong_numbers_for_the_precision_figure(arguments, words):
 def test_the_ledger_stacks_up_to_its_total(tmp_path):
     figure = ledger_figure({"weights": 3 * GIB, "gradients": GIB, "logits": 0}, budget=5 * GIB)
     (ax,) = figure.axes
-    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2)) for bar in ax.patches]
-    assert bars == [(0, 3, 0), (0, 3, 3), (3, 1, 1), (3, 1, 3), (4, 0, 2), (4, 0, 3)]
+    assert bars(ax) == [(0, 3, 0), (0, 3, 3), (3, 1, 1), (3, 1, 3), (4, 0, 2), (4, 0, 3)]
     assert "4.00 GiB" in ax.get_title() and "it fits into 5.00 GiB" in ax.get_title() and ax.get_xlabel() == "GiB"
     assert " 3.00 GiB (75%) " in texts(figure)
     assert ax.lines[0].get_xdata()[0] == 5
@@ -192,6 +194,58 @@ def test_the_ledger_stacks_up_to_its_total(tmp_path):
     far = ledger_figure({"weights": 3 * 2**20}, budget=16 * GIB).axes[0]
     assert not far.lines and far.get_xlabel() == "MiB" and far.get_xlim()[1] < 4, "the bars must be wide enough to see"
     assert "does not fit" in ledger_figure({"weights": 3 * GIB}, budget=2 * GIB).axes[0].get_title()
+
+
+PLAN = Plan(
+    longest=8, microbatch_tokens=16, microbatches=4, kept=2, budget=4 * GIB, on_card=False,
+    card={"update": {"token ids": GIB // 64, "weights that stay": GIB, "layer inputs": GIB // 2},
+          "step": {"weights that stay": GIB, "buckets": 2 * GIB}},
+    host={"weights": 3 * GIB, "layer inputs": GIB},
+)  # fmt: skip
+
+
+def bars(ax):
+    """Left end, width and row of each bar."""
+    return [(bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2)) for bar in ax.patches]
+
+
+def test_a_plan_is_stacked_by_phase_and_place(tmp_path):
+    figure = plan_figure(PLAN)
+    card, host = figure.axes
+    assert bars(card) == [(0, 1, 0), (1, 0.5, 0), (1.5, 1 / 64, 0), (0, 1, 1), (1, 2, 1)]
+    assert [t.get_text() for t in card.get_yticklabels()] == ["update", "step"]
+    assert [t.get_text().strip() for t in card.texts] == ["1.52 GiB", "3.00 GiB"]
+    assert card.lines[0].get_xdata()[0] == 4 and "at most 3.00 GiB; the budget is 4.00 GiB" in card.get_title()
+    assert bars(host) == [(0, 3, 0), (3, 1, 0)] and "4.00 GiB" in host.get_title()
+    assert texts(figure)[-5:] == ["weights", "layer inputs", "buckets", "smaller buffers", ""], "one name, both places"
+    same = [card.patches[0], card.patches[3], host.patches[0]]
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in same}) == 1, "a buffer has one look everywhere"
+    assert "layer-major engine; on the card: hidden states of 2 of 4" in figure.get_suptitle()
+    assert is_picture(figure, tmp_path)
+
+
+def test_a_plan_for_a_card_begins_with_cuda_itself():
+    (ax, _) = plan_figure(dataclasses.replace(PLAN, on_card=True)).axes
+    assert bars(ax)[0] == (0, CONTEXT / GIB, 0) and f"at most {3 + CONTEXT / GIB:.2f} GiB" in ax.get_title()
+
+
+def test_a_plan_far_below_its_budget_can_still_be_seen():
+    (ax,) = plan_figure(dataclasses.replace(PLAN, engine="resident", host={}, budget=100 * GIB)).axes
+    assert not ax.lines and "the budget is 100 GiB" in ax.get_title() and ax.get_xlim()[1] < 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": "resident"}, "everything"),
+        ({"kept": 9}, "hidden states of all 4 microbatches"),
+        ({"resident": frozenset({"layer 0", "layer 1"})}, "2 layers with gradient and optimizer state, hidden states"),
+        ({"resident": frozenset({"layer 0", "head", "embedding"})}, "1 layer with gradient and optimizer state, embed"),
+        ({"card_levels": 3}, "hidden states of 2 of 4 microbatches, inputs of 3 layers"),
+    ],
+)
+def test_what_stays_on_the_card(changes, words):
+    assert words in what_stays(dataclasses.replace(PLAN, **changes))
 
 
 def test_the_cycle_steps_through_its_phases(tmp_path):
@@ -209,6 +263,7 @@ def test_the_cycle_steps_through_its_phases(tmp_path):
         (lambda: ledger_figure({}), "nothing to draw"),
         (lambda: ledger_figure({"weights": -1}), "'weights' is -1"),
         (lambda: ledger_figure({"weights": 1}, budget="16 GB"), "'budget'"),
+        (lambda: plan_figure(Plan(longest=8, microbatch_tokens=8)), "nothing to draw"),
         (lambda: cycle_figure([]), "nothing to draw"),
         (lambda: cycle_figure([("train", 1, -2)]), "'engine in phase 1' is -2"),
     ],

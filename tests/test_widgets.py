@@ -36,16 +36,14 @@ CHANGES = {
     "advantage": [("responses", 4), ("right ones", 3), ("reward if wrong", 0.5)],
     "clip": [("ratio", 2.0), ("advantage", -1.0), ("clip range", 0.5)],
     "precision": [("weight", 8.0), ("log10 update", -2.0), ("direction", -1), ("updates", 50)],
-    "memory": [  # a resident update goes by microbatches, so the sequences count in the layer-major one alone
-        ("engine", "layer_major"), ("sequences", 8), ("tokens of each", 256), ("microbatch", 8), ("engine", "resident"),
-        ("AdamW state", "fp32"), ("recompute layers, score in blocks", False), ("card (GiB)", 24),
-        ("model", "toy model"),
+    "memory": [
+        ("sequences", 8), ("tokens of each", 256), ("AdamW state", "bf16"), ("decoded side by side", 64),
+        ("budget (GiB)", 24), ("engine", "layer_major"), ("model", "toy model"),
     ],
 }  # fmt: skip
 NAMES = {name: [description for description, _ in changes] for name, changes in CHANGES.items()} | {
-    "memory": ["model", "sequences", "tokens of each", "microbatch", "AdamW state", "engine",
-               "recompute layers, score in blocks", "card (GiB)"],
-}  # fmt: skip
+    "memory": ["model", "sequences", "tokens of each", "AdamW state", "engine", "decoded side by side", "budget (GiB)"],
+}
 
 
 @pytest.fixture
@@ -116,6 +114,24 @@ def test_the_code_is_called_anew_and_its_faults_are_words():
     code.compute_group_normalized_rewards = lambda r, g, **options: (3 * r, {})
     control(box, "responses").value = 8
     assert words(box) == "" and picture(box).layout.display is None and picture(box).value != before
+
+
+def test_the_memory_explorer_says_what_does_not_fit_and_recovers():
+    box = memory_explorer()
+    control(box, "budget (GiB)").value = 2
+    assert "but the budget is 2" in words(box) and picture(box).layout.display == "none"
+    control(box, "decoded side by side").value = 0
+    assert words(box) == "" and picture(box).layout.display is None, "the update alone fits"
+    control(box, "engine").value = "resident"
+    assert "choose --engine layer_major" in words(box)
+
+
+@pytest.mark.parametrize("model", ["OLMo-2 1B", "OLMo-2 7B", "Llama-3.1 8B", "toy model"])
+def test_the_memory_explorer_plans_every_model(model):
+    box = memory_explorer()
+    control(box, "budget (GiB)").value = 32
+    control(box, "model").value = model
+    assert words(box) == ""
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
