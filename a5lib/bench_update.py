@@ -40,9 +40,10 @@ from transformers import PreTrainedModel
 
 from a5lib.bench_variants import GROUPS, SETTINGS, VARIANTS, Variant
 from a5lib.config import ResolvedConfig, TrainConfig, nearest, resolve
-from a5lib.course.exercises import load_algo
+from a5lib.course.exercises import load_algo, require_for_training
 from a5lib.engines import Batch
-from a5lib.engines.plan import Plan, UpdateSize, plan_update
+from a5lib.engines.choice import compiles, make_engine
+from a5lib.engines.plan import CONTEXT, Plan, UpdateSize, plan_update
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
 from a5lib.models import select_device, select_dtype
@@ -91,7 +92,8 @@ def bench_update(
         The records of the rows that were run.
 
     Raises:
-        UserError: an unknown name, a number that is too small, or a folder that cannot be written.
+        UserError: an unknown name, a number that is too small, a function that a row needs and that is not written, or
+        a folder that cannot be written.
     """
     for name, value, least in (("warmups", warmups, 0), ("updates", updates, 1)):
         if value is not None and value < least:
@@ -99,6 +101,10 @@ def bench_update(
     console = console or Console()
     numbers: dict[str, Any] = {k: v for k, v in (("warmups", warmups), ("updates", updates)) if v is not None}
     chosen = [dataclasses.replace(change(v), **numbers) for v in choose(names)]
+    algo = load_algo()
+    for variant in chosen:
+        if variant.peer is None:
+            require_for_training(algo, config_of(variant))
     where = str(select_device(device))
     try:
         (output / "logs").mkdir(parents=True, exist_ok=True)
@@ -225,11 +231,6 @@ def run_row(variant: Variant, device_name: str) -> Row:
     device = torch.device(device_name)
     began = time.perf_counter()
     machine = {"link_gb_per_s": link_speed(device), "matmul_flop_per_s": matmul_speed(device)}
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    cap = variant.settings["vram_budget"] * GIB if variant.cap and total else None
-    if cap is not None:
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(cap / total, device)
     given = published_config(variant.model)
     batch = made_up_batch(
         vocabulary=given.vocab_size, sequences=variant.sequences, tokens=variant.tokens, response=variant.response,
@@ -250,7 +251,7 @@ def run_row(variant: Variant, device_name: str) -> Row:
         "setup_seconds": round(setup, 2),
         "loss": losses,
         "grad_norm": norms,
-        "cap_bytes": cap,
+        "cap_bytes": cap_bytes(config_of(variant), device),
         "predicted": predictions(variant, plan),
         "plan": None if plan is None else plan.to_json(),
         "phases": phases,
@@ -292,6 +293,7 @@ def build(variant: Variant, batch: Batch, device: torch.device) -> tuple[PreTrai
         return model, PEERS[variant.peer](model, batch, config, algo), None
     plan = plan_of(variant, config, device, dtype)
     model = random_model(given, dtype=dtype, device=device if plan.engine == "resident" else "cpu")
+    # With a budget this is where torch's allocator is held to it.
     engine: Any = make_engine(model, config, algo, plan, device)
     if variant.adamw != "ours":
         engine.optimizer = TorchAdamW(
@@ -315,11 +317,18 @@ def plan_of(variant: Variant, config: ResolvedConfig, device: torch.device, dtyp
         engine=config.engine,
         optimizer_state=config.optimizer_state,
         bytes_per_weight=dtype.itemsize,
-        compiled=device.type == "cuda",
+        compiled=compiles(device, dtype),
         microbatch=math.ceil(config.train_batch_size / config.gradient_accumulation_steps),
         recompute_layers=config.recompute_layers,
         head=config.head,
     )
+
+
+def cap_bytes(config: ResolvedConfig, device: torch.device) -> int | None:
+    """The bytes that `make_engine` holds torch's allocator to: the budget without CUDA's own memory."""
+    if config.vram_budget is None or device.type != "cuda":
+        return None
+    return int(config.vram_budget * GIB) - CONTEXT
 
 
 def predictions(variant: Variant, plan: Plan | None) -> dict[str, int] | None:
@@ -382,15 +391,6 @@ def wait(device: torch.device) -> None:
     """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device) -> Any:
-    from a5lib.engines.layer_major import LayerMajorEngine
-    from a5lib.engines.resident import ResidentEngine
-
-    if plan.engine == "resident":
-        return ResidentEngine(model, config, algo)
-    return LayerMajorEngine(model, config, algo, plan, device)
 
 
 def force_padding(batch: Batch) -> Batch:
@@ -536,7 +536,7 @@ def _cells(row: Row) -> list[str]:
     times = row["seconds"]["total"]
     predicted, error = row["predicted_bytes"], row["predicted_error"]
     return [
-        row["variant"]["what"] + (f" (cap {row['cap_bytes'] / GIB:g} GiB)" if row["cap_bytes"] else ""),
+        row["variant"]["what"] + (f" (cap {row['cap_bytes'] / GIB:.2f})" if row["cap_bytes"] else ""),
         _gib(row["peak_allocated"]),
         "-" if not predicted else _gib(predicted) + (f" ({100 * error:+.1f} %)" if error is not None else ""),
         _gib(row["peak_reserved"]),

@@ -25,7 +25,6 @@ class Variant:
         padded: run every row at full width, also those whose advantage is 0, as a loop would that knows no lengths.
         scoring: score the batch in place of updating.
         adamw: "ours", or torch's own, parameter by parameter ("loop") or all at once with temporaries ("foreach").
-        cap: whether the allocator is held to `settings["vram_budget"]`, so that one byte more is an error.
         warmups, updates: how many are run, and how many of them are measured.
         minutes: after which the row is given up.
     """
@@ -46,7 +45,6 @@ class Variant:
     padded: bool = False
     scoring: bool = False
     adamw: Literal["ours", "loop", "foreach"] = "ours"
-    cap: bool = False
     warmups: int = 2
     updates: int = 5
     minutes: float = 4.0
@@ -76,7 +74,7 @@ def _budgets() -> list[Variant]:
             settings = RESIDENT | {"engine": None, "vram_budget": gib}
             what = f"{sequences} sequences, {gib:.0f} GiB"
             few: Settings = FEW if sequences == 64 else {}
-            rows.append(Variant(name, group, what, settings, sequences=sequences, microbatch=4, cap=True, **few))
+            rows.append(Variant(name, group, what, settings, sequences=sequences, microbatch=4, **few))
     return rows
 
 

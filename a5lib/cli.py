@@ -98,7 +98,7 @@ def train_command(flags: TrainFlags) -> int:
         )
     config = as_config(flags)
     algo = load_algo()
-    require_for_training(algo, resolve(config))
+    require_for_training(algo, config)
     summary = train(config, algo, resume=flags.resume is not None, say=say)
     print_summary(summary.run_dir)
     if summary.step:
@@ -283,7 +283,7 @@ def bench_toy_command(steps: int = 5, rounds: int = 5) -> int:
     from a5lib.course.exercises import load_algo, require_for_training
 
     algo = load_algo()
-    require_for_training(algo)
+    require_for_training(algo, TrainConfig())
     bench(algo, steps=steps, rounds=rounds, console=console)
     return 0
 
@@ -315,9 +315,7 @@ def bench_update_command(
     """
     from a5lib.bench_update import bench_update
     from a5lib.bench_variants import shrunk
-    from a5lib.course.exercises import load_algo, require_for_training
 
-    require_for_training(load_algo(), True)
     rows = bench_update(
         variants, output, device=device, warmups=warmups, updates=updates, console=console,
         change=lambda variant: shrunk(variant, model, sequences, tokens),
@@ -349,13 +347,11 @@ def probe_command(
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: Of weights and tokens.
     """
-    from a5lib.course.exercises import load_algo, require_for_training
+    from a5lib.course.exercises import load_algo
     from a5lib.probe import print_probe, probe
 
-    algo = load_algo()
-    require_for_training(algo, True)
     found = probe(
-        algo, model=model, vram_budget=vram_budget, engine=engine, optimizer_state=optimizer_state,
+        load_algo(), model=model, vram_budget=vram_budget, engine=engine, optimizer_state=optimizer_state,
         sequences=sequences, tokens=tokens, device=device, seed=seed,
     )  # fmt: skip
     print_probe(found, console)

@@ -8,6 +8,7 @@ not zero, both moments of every tensor are alive, and every tensor has changed. 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator
@@ -19,15 +20,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from a5lib.bench_update import make_engine
-from a5lib.config import TOY, EngineName, OptimizerState, ResolvedConfig, TrainConfig, resolve
+from a5lib.config import EngineName, OptimizerState, ResolvedConfig, TrainConfig, resolve
+from a5lib.course.exercises import require_for_training
 from a5lib.engines import Engine
-from a5lib.engines.plan import Plan, UpdateSize, plan_update
+from a5lib.engines.choice import make_engine, plan_run
+from a5lib.engines.plan import Plan
 from a5lib.errors import UserError
-from a5lib.memory import ModelShape
-from a5lib.models import TOY_MODEL_DIR, load_policy, select_device, select_dtype
+from a5lib.models import load_config, load_policy, select_device, select_dtype
 from a5lib.recorder import MemoryRecorder
 from a5lib.records import MemoryPoint
 from a5lib.synthetic import PUBLISHED, made_up_batch, published_config, random_model
@@ -116,7 +117,10 @@ def probe(
             gradient_accumulation_steps=sequences,
         )
     )  # fmt: skip
-    plan = plan_of(config, tokens, target, dtype)
+    require_for_training(algo, config)
+    given = published_config(model) if model in PUBLISHED else load_config(model)
+    trainer_alone = dataclasses.replace(config, generation_batch_size=0)
+    plan = plan_run(trainer_alone, given, tokens + 1 - response, target, dtype)
     found = Probe(plan)
     with held_to(vram_budget, target):
         try:
@@ -150,7 +154,7 @@ def probe(
 
 @contextmanager
 def held_to(budget: float | None, device: torch.device) -> Iterator[None]:
-    """Hold torch's allocator to a budget in GiB, if there is one and a card: one byte more is an out-of-memory error.
+    """Within, `make_engine` may hold torch's allocator to a budget in GiB; what comes after is free again.
 
     Raises:
         UserError: the budget is above what the card has.
@@ -161,33 +165,10 @@ def held_to(budget: float | None, device: torch.device) -> Iterator[None]:
     total = torch.cuda.get_device_properties(device).total_memory
     if budget * GIB > total:
         raise UserError(f"--vram-budget is {budget:g} GiB and this card has {total / GIB:.1f}; give at most that.")
-    torch.cuda.set_per_process_memory_fraction(budget * GIB / total, device)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def plan_of(config: ResolvedConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> Plan:
-    """The plan of the probe: for its budget, or for what is free on the card; on the CPU there is no limit.
-
-    Raises:
-        UserError: nothing fits.
-    """
-    budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
-    if budget is None and device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0]
-    return plan_update(
-        ModelShape.of(model_config(config.model)),
-        UpdateSize(config.train_batch_size, tokens, config.max_tokens, scored=config.rollout_batch_size),
-        budget=budget,
-        engine=config.engine,
-        optimizer_state=config.optimizer_state,
-        bytes_per_weight=dtype.itemsize,
-        compiled=device.type == "cuda",
-        recompute_layers=True,
-        head="fused",
-    )
 
 
 def _build(
@@ -199,13 +180,6 @@ def _build(
     else:
         model = load_policy(config.model, device=str(home), dtype=str(dtype).removeprefix("torch."))[0]
     return model, make_engine(model, config, algo, plan, device)
-
-
-def model_config(name: str) -> PreTrainedConfig:
-    """The configuration of a published size, or of a model as `a5 train` takes it."""
-    if name in PUBLISHED:
-        return published_config(name)
-    return AutoConfig.from_pretrained(str(TOY_MODEL_DIR) if name == TOY else name)
 
 
 def digests(model: PreTrainedModel) -> dict[str, bytes]:
