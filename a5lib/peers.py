@@ -27,7 +27,7 @@ from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
 from a5lib.errors import UserError
 
-HEAD_BLOCK = 2048  # positions whose logits exist at one time, where the loss is ours
+HEAD_BLOCK = 512  # positions whose logits exist at one time, where the loss is ours
 
 
 class Update(NamedTuple):
@@ -163,7 +163,7 @@ def torchao_offload(
 
     With `gradients`, gradients leave the card during the backward pass; that does not go with accumulating them, so the
     whole batch is one microbatch. Its documentation says that clipping is not supported, so nothing is clipped. The
-    loss is ours, with the head in blocks of 2,048 positions.
+    loss is ours (see `our_gradients`).
     """
     offload = package("torchao.optim").CPUOffloadOptimizer
     checkpoint_layers(model)
@@ -186,7 +186,8 @@ def bitsandbytes_paged(
     short.
 
     Called is `bitsandbytes.optim.PagedAdamW8bit` or `PagedAdamW32bit`. torch does not count such memory: the whole
-    card's use does. The loss is ours, with the head in blocks of 2,048 positions.
+    card's use does. The loss is ours (see
+    `our_gradients`).
 
     Raises:
         UserError: the state would not fit into what is free on the card; such an allocation can hang a card.
@@ -249,8 +250,19 @@ def first_response_column(batch: Batch) -> int:
 
 
 def our_gradients(model: PreTrainedModel, batch: Batch, config: ResolvedConfig, algo: Any, steps: int) -> float:
-    """Accumulate the gradient of our own loss, as the resident engine does."""
-    score = functools.partial(algo.get_response_log_probs_in_blocks, block_size=HEAD_BLOCK)
+    """Accumulate the gradient of our own loss: `algo`'s, with the head on response columns, in checkpointed blocks."""
+    first = first_response_column(batch)
+    head: Any = model.get_output_embeddings()
+
+    def score(
+        model: PreTrainedModel, ids: Tensor, labels: Tensor, return_token_entropy: bool, temperature: float
+    ) -> dict[str, Tensor]:
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state[:, first:]
+        scored = algo.log_probs_in_blocks(
+            hidden, head.weight, labels[:, first:], HEAD_BLOCK, return_token_entropy, temperature
+        )
+        return {name: torch.nn.functional.pad(values, (first, 0)) for name, values in scored.items()}
+
     loss, _ = algo.accumulate_gradients(model, batch, steps, temperature=config.temperature, score=score)
     return float(loss)
 

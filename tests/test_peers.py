@@ -77,6 +77,64 @@ def test_a_peer_computes_the_update_of_a_plain_float64_loop(name: str) -> None:
         assert error < 2e-2, f"{parameter_name}: the step differs by {error:.1e}"
 
 
+class FakeOffload:
+    """What torchao's optimizer does, on the CPU: gradients leave the parameters as soon as they are complete."""
+
+    def __init__(self, params, optimizer_class, *, offload_gradients: bool, **numbers) -> None:
+        self.device = list(params)
+        self.host = [torch.nn.Parameter(p.detach().clone()) for p in self.device]
+        self.inner = optimizer_class(self.host, **numbers)
+        self.arrivals = [0] * len(self.device)
+        for i, p in enumerate(self.device):
+            p.register_post_accumulate_grad_hook(functools.partial(self.leave, i, offload_gradients))
+
+    def leave(self, i: int, offload: bool, p: torch.Tensor) -> None:
+        self.arrivals[i] += 1
+        self.host[i].grad = p.grad.clone()
+        if offload:
+            p.grad = None
+
+    def step(self) -> None:
+        self.inner.step()
+        for p, host in zip(self.device, self.host, strict=True):
+            p.data.copy_(host.data)
+
+    def zero_grad(self) -> None:
+        for p in self.device:
+            p.grad = None
+
+
+@pytest.mark.parametrize(("name", "passes"), [("torchao", 1), ("torchao-state", 2)])
+def test_torchaos_offload_sees_every_gradient_whole(name: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeOffload] = []
+
+    def offload(*arguments, **numbers) -> FakeOffload:
+        made.append(FakeOffload(*arguments, **numbers))
+        return made[0]
+
+    monkeypatch.setattr("a5lib.peers.package", lambda module: types.SimpleNamespace(CPUOffloadOptimizer=offload))
+    trained, given = model(), batch()
+    update = PEERS[name](trained, given, CONFIG, load_algo("solutions"))
+    gradients, _ = reference(given)
+    update.accumulate()
+    assert made[0].arrivals == [passes] * 25, "gradients that leave at once cannot be accumulated"
+    for (parameter_name, _), host in zip(trained.named_parameters(), made[0].host, strict=True):
+        wanted = gradients[parameter_name]
+        assert (host.grad.double() - wanted).norm() / wanted.norm() < 1e-4, parameter_name
+    before = trained.lm_head.weight.detach().clone()
+    assert update.step() is None, "nothing is clipped"
+    assert not torch.equal(before, trained.lm_head.weight)
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def test_paged_state_that_does_not_fit_the_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = types.SimpleNamespace(device=torch.device("cuda"), num_parameters=lambda: 2**31)
+    monkeypatch.setattr("a5lib.peers.package", lambda module: types.SimpleNamespace(optim=None))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 24 * 2**30))
+    with pytest.raises(UserError, match=r"16\.0 GiB of managed memory and 20\.0 GiB are free"):
+        bitsandbytes_paged(asked, batch(), CONFIG, None, bits=32)
+
+
 @needs("bitsandbytes")
 def test_the_8_bit_optimizer_steps_where_the_gradient_says() -> None:
     trained, given = model(), batch()
