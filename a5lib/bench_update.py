@@ -231,6 +231,8 @@ def run_row(variant: Variant, device_name: str) -> Row:
     device = torch.device(device_name)
     began = time.perf_counter()
     machine = {"link_gb_per_s": link_speed(device), "matmul_flop_per_s": matmul_speed(device)}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with is not part of the row
     given = published_config(variant.model)
     batch = made_up_batch(
         vocabulary=given.vocab_size, sequences=variant.sequences, tokens=variant.tokens, response=variant.response,
