@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Engine
+from a5lib.engines.attention import flash_fits
 from a5lib.engines.layer_major import LayerMajorEngine
-from a5lib.engines.packing import flash_fits
 from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize, plan_update
 from a5lib.engines.resident import ResidentEngine
 from a5lib.memory import ModelShape

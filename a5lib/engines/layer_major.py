@@ -27,9 +27,10 @@ from transformers import PreTrainedModel
 
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
+from a5lib.engines.attention import Packing, flash_fits
 from a5lib.engines.hidden import HiddenStates, Levels, Visitor
 from a5lib.engines.host import HostMemory, Lanes
-from a5lib.engines.packing import Microbatch, flash_fits, pack
+from a5lib.engines.packing import Microbatch, pack
 from a5lib.engines.parts import Unit, dress, take_apart, undress
 from a5lib.engines.plan import EMBEDDING_COLUMNS, STEP_BUFFERS, Plan
 from a5lib.engines.statistics import bad_rows, statistics
@@ -235,12 +236,7 @@ class LayerMajorEngine:
                 unit.flat["master"].copy_(unit.flat["weight"])
 
     def _pack(self, batch: Batch) -> list[Microbatch]:
-        tokens = self.plan.microbatch_tokens
-        if not self.compiled:
-            return pack(batch, tokens)
-        # One shape for all: compiled code is made for one.
-        fillers = -(-tokens // self.plan.longest) + 1
-        return pack(batch, tokens, pad_to=tokens, sequences=self.config.train_batch_size + fillers)
+        return pack(batch, self.plan.microbatch_tokens, fixed=self.flash, longest=self.plan.longest)
 
     def _scores(self, batch: Batch) -> dict[str, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -359,8 +355,7 @@ class Trip:
         self._lay_out_arena()
         self.norms = torch.zeros(len(engine.names), dtype=torch.promote_types(engine.dtype, torch.float32),
                                  device=engine.device)  # fmt: skip
-        longest = max(plan.longest, *(max(m.lengths) for m in microbatches))
-        self.longest = longest
+        longest = max(m.packing.longest for m in microbatches)
         places = torch.arange(longest, device=engine.device)[None]
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
         self.cos, self.sin = (table[0] for table in self.parts.rotary(like, position_ids=places))  # [longest, D]
@@ -454,10 +449,7 @@ class Trip:
 
     def layer(self, hidden: Tensor, m: Microbatch) -> Tensor:
         """Run a microbatch [n, H] through the layer that is dressed."""
-        lengths = None if self.engine.flash else m.lengths
-        return self.engine.run(
-            self.parts.layer, hidden, self.cos, self.sin, m.positions, m.starts, self.longest, lengths
-        )
+        return self.engine.run(self.parts.layer, hidden, self.cos, self.sin, m.positions, m.packing)
 
     @torch.no_grad()
     def up(self) -> None:
@@ -507,7 +499,7 @@ class Trip:
             if scores is not None:
                 scores["log_probs"][part.cells], scores["token_entropy"][part.cells] = log_probs, entropy
             if back is not None:
-                normed.backward(torch.zeros_like(normed).index_copy_(0, part.answers, back))
+                normed.backward(torch.zeros_like(normed).index_add_(0, part.answers, back))
             hidden.done(x)
             if value.grad is not None:
                 hidden.set_travelling(self.depth, m, value.grad)
@@ -562,12 +554,12 @@ class Trip:
         self.finish(unit, grad)
 
 
-def run_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, starts: Tensor,
-              longest: int, lengths: tuple[int, ...] | None) -> Tensor:  # fmt: skip
+def run_layer(
+    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, packing: Packing
+) -> Tensor:
     """A decoder layer on packed sequences: [n, H] to [n, H]."""
     out: Tensor = layer(
         hidden[None], attention_mask=None, position_ids=positions[None],
-        position_embeddings=(cos[positions][None], sin[positions][None]), starts=starts, longest=longest,
-        lengths=lengths,
+        position_embeddings=(cos[positions][None], sin[positions][None]), packing=packing,
     )  # fmt: skip
     return out[0]

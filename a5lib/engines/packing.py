@@ -1,38 +1,40 @@
 """Packing: sequences of a batch laid end to end in microbatches of a fixed number of tokens, so that padding between
-sequences is not computed. This file knows token ids and masks; it does not know the model.
+sequences is not computed, and a prompt that several responses share is computed once. This file knows token ids and
+masks; it does not know the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from a5lib.engines import Batch
+from a5lib.engines.attention import Packing
 
-ATTENTION = "a5_packed"
+SEGMENTS = 32  # where shapes are fixed, the number of segments is a multiple of this
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Sequences laid end to end: n tokens of `len(lengths)` sequences, and which of them are trained.
+    """Sequences laid end to end: n tokens in segments, and which of them are trained.
 
-    `ids` and `positions` are int64 [n]; `starts` int32 [s + 1] holds where each sequence begins, and n at the end.
-    `answers` int64 [r] are the places of the trained response tokens among the n, `labels` int64 [r] their labels, and
-    `cells` int64 [r] their places in the flat [B * T] batch.
+    A row of the batch is one segment, or two where it shares its prompt with others: the prompt's, which they have in
+    common, and its own.
+
+    `ids` and `positions` are int64 [n]; `packing` says where the segments lie. `answers` int64 [r] are the places of
+    the tokens whose next token is a trained response token, `labels` int64 [r] these next tokens, and `cells` int64 [r]
+    their places in the flat [B * T] batch. The last token of a shared prompt is in `answers` once for each response.
     """
 
     ids: Tensor
     positions: Tensor
-    starts: Tensor
     answers: Tensor
     labels: Tensor
     cells: Tensor
-    lengths: tuple[int, ...] = field(default=())
+    packing: Packing
 
     def shifted(self, cells: int) -> Microbatch:
         """The same in a larger batch, whose cells before this part of it number `cells`."""
@@ -41,7 +43,16 @@ class Microbatch:
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device."""
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, packing=self.packing.to(device))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the batch: its number, the tokens of its prompt, and its tokens up to the last that predicts."""
+
+    number: int
+    prompt: int
+    length: int
 
 
 def trained_rows(batch: Batch) -> Tensor:
@@ -49,93 +60,108 @@ def trained_rows(batch: Batch) -> Tensor:
     return ((batch["advantages"] != 0) & batch["response_mask"].bool().any(dim=1)).nonzero().flatten()
 
 
-def pack(batch: Batch, tokens: int, *, pad_to: int | None = None, sequences: int | None = None) -> list[Microbatch]:
-    """Cut every trained row after its last response token and fill microbatches, the longest rows first.
+def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) -> list[Microbatch]:
+    """Cut every trained row after its last response token and fill microbatches, rows with the same prompt together.
 
-    A microbatch holds at most `tokens` tokens, or one row where that is longer.
+    A microbatch holds at most `tokens` tokens, or one row where that is longer. Groups come in the order of their
+    longest row, the longest first, and so do the rows of a group.
 
     Args:
         batch: see `Engine.accumulate`.
         tokens: tokens in a microbatch.
-        pad_to: fill every microbatch up to this many tokens with sequences that count for nothing, so that all have one
-            shape (which compiled code wants). None: no filling.
-        sequences: fill `starts` up to this many sequences with empty ones; what fills the tokens is cut into no more
-            than these leave. None: no filling.
+        fixed: fill every microbatch up to `tokens`, with segments that count for nothing, so that all have one shape
+            (which compiled code wants), and leave out the lengths of segments, which one kernel does not need.
+        longest: tokens of a segment that the attention must be ready for; 0: those of this batch.
 
-    >>> mask = torch.tensor([[0, 1, 1], [0, 1, 0]])
-    >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "labels": torch.tensor([[6, 7, 1], [9, 1, 0]]),
-    ...          "response_mask": mask, "advantages": torch.tensor([1.0, -1.0])}
+    >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [5, 6, 8], [9, 4, 0]]),
+    ...          "labels": torch.tensor([[6, 7, 1], [6, 8, 2], [4, 3, 0]]),
+    ...          "advantages": torch.tensor([1.0, -1.0, 2.0]),
+    ...          "response_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 0]])}
     >>> only = pack(batch, 8)[0]
-    >>> only.ids.tolist(), only.positions.tolist(), only.answers.tolist(), only.labels.tolist()
-    ([5, 6, 7, 8, 9], [0, 1, 2, 0, 1], [1, 2, 4], [7, 1, 1])
+    >>> only.ids.tolist()  # the prompt 5, 6, its answers, and the row that shares with none
+    [5, 6, 7, 8, 9, 4]
+    >>> only.positions.tolist(), only.answers.tolist(), only.labels.tolist()
+    ([0, 1, 2, 2, 0, 1], [1, 2, 1, 3, 5], [7, 1, 8, 2, 3])
     """
     mask = batch["response_mask"].bool()
-    width = mask.shape[1]
-    rows = trained_rows(batch)
-    lengths = width - mask[rows].flip(1).int().argmax(dim=1)  # [kept], up to the last response token
-    order = lengths.argsort(descending=True, stable=True)
-    groups: list[list[tuple[int, int]]] = []
+    numbers = trained_rows(batch)
+    prompts = mask[numbers].int().argmax(dim=1) + 1  # [kept], up to the token that predicts the first response token
+    lengths = mask.shape[1] - mask[numbers].flip(1).int().argmax(dim=1)  # [kept], up to the last response token
+    groups: dict[tuple[int, ...], list[Row]] = {}
+    for row in map(Row, numbers.tolist(), prompts.tolist(), lengths.tolist()):
+        groups.setdefault(tuple(batch["input_ids"][row.number, : row.prompt].tolist()), []).append(row)
+    ordered = [sorted(rows, key=lambda row: -row.length) for rows in groups.values()]
+    ordered.sort(key=lambda rows: -rows[0].length)
+
+    microbatches: list[list[list[Row]]] = []
     room = 0
-    for row, length in zip(rows[order].tolist(), lengths[order].tolist(), strict=True):
-        if length > room or not groups:
-            groups.append([])
-            room = max(tokens, length)
-        groups[-1].append((row, length))
-        room -= length
-    return [_lay_out(batch, mask, group, pad_to, sequences) for group in groups]
+    for rows in ordered:
+        fresh = True  # this microbatch does not hold the prompt yet
+        for row in rows:
+            needed = row.length if fresh else row.length - row.prompt
+            if needed > room or not microbatches:
+                microbatches.append([])
+                room, needed, fresh = max(tokens, row.length), row.length, True
+            if fresh:
+                microbatches[-1].append([])
+            microbatches[-1][-1].append(row)
+            room, fresh = room - needed, False
+    return [_lay_out(batch, mask, part, tokens if fixed else 0, longest) for part in microbatches]
 
 
-def _lay_out(batch: Batch, mask: Tensor, group: list[tuple[int, int]], pad_to: int | None,
-             sequences: int | None) -> Microbatch:  # fmt: skip
+def _lay_out(batch: Batch, mask: Tensor, groups: list[list[Row]], fill: int, longest: int) -> Microbatch:
+    """Shared prompts first, then their answers, then whole rows, then what fills."""
+    shared = [rows for rows in groups if len(rows) > 1]
+    pieces = [(rows[0], 0, rows[0].prompt) for rows in shared]  # (row, first and last column) of each segment
+    pieces += [(row, row.prompt, row.length) for rows in shared for row in rows]
+    pieces += [(rows[0], 0, rows[0].length) for rows in groups if len(rows) == 1]
+    sizes = [end - start for _, start, end in pieces]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    used = sum(sizes)
     width = mask.shape[1]
-    cells = torch.cat([torch.arange(row * width, row * width + length) for row, length in group])
-    lengths = [length for _, length in group]
-    ids = batch["input_ids"].reshape(-1)[cells]
-    counted = mask.reshape(-1)[cells]
-    filling = max(0, (pad_to or 0) - len(ids))
-    piece = max(lengths) if sequences is None else max(*lengths, -(-filling // max(1, sequences - len(group))))
-    lengths += [min(piece, filling - start) for start in range(0, filling, piece)]
-    starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
-    if sequences is not None:
-        starts = torch.cat([starts, starts[-1:].expand(max(0, sequences + 1 - len(starts)))])
+    flat = torch.cat([torch.arange(row.number * width + start, row.number * width + end) for row, start, end in pieces])
+
+    place = torch.full((len(mask) * width,), -1)  # of each cell of the batch among the tokens
+    for (row, start, end), at in zip(pieces, starts, strict=True):
+        place[row.number * width + start : row.number * width + end] = torch.arange(at, at + end - start)
+    for rows, at in zip(shared, starts, strict=False):
+        for row in rows:
+            place[row.number * width : row.number * width + row.prompt] = torch.arange(at, at + row.prompt)
+    rows_here = [row for rows in groups for row in rows]
+    cells = torch.cat([torch.arange(row.number * width, row.number * width + row.length) for row in rows_here])
+    cells = cells[mask.reshape(-1)[cells]]
+
+    filling = max(0, fill - used)
+    piece = max(longest, *sizes)
+    fillers = [min(piece, filling - start) for start in range(0, filling, piece)]
+    positions = [torch.arange(start, end) for _, start, end in pieces] + [torch.arange(size) for size in fillers]
+    ids = batch["input_ids"].reshape(-1)[flat]
     return Microbatch(
         ids=torch.cat([ids, ids.new_zeros(filling)]),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        starts=starts,
-        answers=counted.nonzero().flatten(),
-        labels=batch["labels"].reshape(-1)[cells][counted],
-        cells=cells[counted],
-        lengths=tuple(lengths),
+        positions=torch.cat(positions),
+        answers=place[cells],
+        labels=batch["labels"].reshape(-1)[cells],
+        cells=cells,
+        packing=_packing(sizes + fillers, [len(rows) for rows in shared], piece, bool(fill)),
     )
 
 
-def flash_fits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's variable-length attention runs there: bfloat16 on a card of compute capability 8.0 or newer."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+def _packing(sizes: list[int], answers: list[int], longest: int, fixed: bool) -> Packing:
+    """Where the segments lie, from their sizes and the number of answers to each shared prompt."""
+    begin = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).int()
+    prompts = follows = None
+    shared: list[tuple[int, range]] = []
+    if answers:
+        first = [len(answers) + sum(answers[:i]) for i in range(len(answers) + 1)]  # segment of the first answer
+        shared = [(i, range(first[i], first[i + 1])) for i in range(len(answers))]
+        prompts, follows = begin[: len(answers) + 1], begin[first]
+    if not fixed:
+        return Packing(begin, prompts, follows, longest, tuple(sizes), tuple(shared))
 
+    def whole(cut: Tensor | None) -> Tensor | None:
+        """With empty segments at the end, up to a multiple of `SEGMENTS`."""
+        return None if cut is None else torch.cat([cut, cut[-1:].expand(-(len(cut) - 1) % SEGMENTS)])
 
-def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                     dropout: float = 0.0, scaling: float | None = None, *, starts: Tensor, longest: int,
-                     lengths: tuple[int, ...] | None = None, **unused: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention within each packed sequence, as a transformers attention function.
-
-    `query` is [1, heads, n, D], `key` and `value` [1, kv heads, n, D]; the result is [1, n, heads, D]. With `lengths`
-    each sequence goes through transformers' own sdpa function, which runs everywhere; without, one
-    variable-length kernel takes them all.
-    """
-    if lengths is not None:
-        parts = zip(*(tensor.split(list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat(
-            [sdpa_attention_forward(module, q, k, v, None, scaling=scaling)[0] for q, k, v in parts], 1
-        ), None
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [n, heads, D]
-    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0))
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION, packed_attention)
+    starts = whole(begin)
+    assert starts is not None
+    return Packing(starts, whole(prompts), whole(follows), longest, None, ())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from a5lib.engines.packing import ATTENTION
+from a5lib.engines.attention import ATTENTION
 from a5lib.errors import UserError
 
 FAMILIES = {"olmo2": "OLMo-2", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}

@@ -2,7 +2,8 @@
 
 Everything is computed from a model's shape, the size of a batch and a budget, and nothing is allocated. The engine then
 allocates what the plan says, so the ledger of the plan is a prediction that can be wrong only in the temporaries of
-torch's own kernels. Those were measured on an NVIDIA H200 (`runs/`), and are written down here as formulas.
+torch's own kernels. Those were measured on an NVIDIA H200 (`runs/plan-calibration/`), and are written down here as
+formulas. This file imports neither torch nor transformers: it is quick.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from a5lib.memory import ModelShape, state_bytes, update_ledger
 GIB, MIB = 2**30, 2**20
 
 PHASES = ("load", "generate", "score", "update", "step", "save")
+TRIPS = ("score", "pass", "step")  # the parts of an update in which bytes travel
 CONTEXT = 560 * MIB  # what CUDA and torch's kernels take of a card before the first tensor; smaller on small cards
 WORKSPACE = 64 * MIB  # cuBLAS
 SLACK = 0.03  # share of a budget that is left for gaps between allocations
@@ -31,8 +33,11 @@ BUCKET = 1 << 23  # parameters of one bucket of the step
 STEP_BUFFERS = 3  # buckets on the card: one coming, one at work, one going
 RING, RING_WHEN_KEPT = 6, 2  # hidden states on their way (see `hidden.py`)
 EMBEDDING_COLUMNS = 256  # columns of the embedding's gradient that are summed at one time
-FLASH_ROWS = 128  # rows that the attention's backward pass adds for each sequence
-NORM_WORK = 17  # hidden states, counted in bytes of the weights' type, that the final norm's backward pass holds
+FLASH_ROWS = 128  # rows that the attention's backward pass adds for each segment
+SEGMENTS, SEGMENT_TOKENS = 32, 96  # segments of a microbatch come in so many, and have at least so many tokens on average
+SHARED = 5  # hidden states that attention to shared prompts holds on the way back; counted in the code, not measured
+BATCH_BYTES = 48  # of a place in a batch: ids, labels, mask, old log-probabilities, scores and their derivative
+HEAD_ENTRY, HEAD_LOGIT = 184, 0.633  # bytes that the head takes for each entry of the vocabulary, and for each logit
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Plan:
 
     `resident` names the units (see `parts.py`) whose weights, gradients and optimizer state live on the card; `kept`
     and `kept_when_scoring` count microbatches whose hidden state stays there, `card_levels` layers whose inputs do.
-    `card` holds bytes by phase and name, `host` by name; `traffic` the bytes that travel in one update, by name.
+    `card` holds bytes by phase and name, `host` by name; `traffic` the bytes that travel in one update, by name, scoring
+    with the share that falls on one update.
     """
 
     longest: int
@@ -88,8 +94,7 @@ class Plan:
     def transfer_seconds(self, inward: float, outward: float) -> float:
         """Seconds that the copies of one update need at two speeds in bytes a second; both directions run at once."""
         return sum(
-            max(self.traffic[f"{phase}, in"] / inward, self.traffic[f"{phase}, out"] / outward)
-            for phase in ("pass", "step")
+            max(self.traffic[f"{phase}, in"] / inward, self.traffic[f"{phase}, out"] / outward) for phase in TRIPS
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -177,7 +182,8 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
     )  # fmt: skip
     held = {name: ledger[name] for name in ("weights", "optimizer state")}
     gradients = {"gradients": ledger["gradients"]}
-    scoring = {name: ledger[name] for name in ("layer inputs", "layer at work", "logits")}
+    one_layer = microbatch * size.longest * shape.activation_bytes_per_token(bytes_per_weight)
+    scoring = {"layer at work": one_layer, "logits": ledger["logits"]}  # without a graph no layer keeps anything
     card = {
         "load": held,
         "generate": held | _generation(shape, size, bytes_per_weight),
@@ -191,16 +197,23 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
     return Plan(
         longest=size.longest, microbatch_tokens=microbatch * size.longest, engine="resident",
         microbatches=-(-size.sequences // microbatch), head_block=block, on_card=on_card, budget=budget, card=card,
-        traffic=dict.fromkeys(("pass, in", "pass, out", "step, in", "step, out"), 0),
+        host={"weights while loading": ledger["weights"]} if on_card else {},
+        traffic={f"{phase}, {way}": 0 for phase in TRIPS for way in ("in", "out")},
     )  # fmt: skip
 
 
-def _generation(shape: ModelShape, size: UpdateSize, bytes_per_weight: int) -> dict[str, int]:
+def _generation(shape: ModelShape, size: UpdateSize, w: int) -> dict[str, int]:
+    """What decoding takes besides the weights, at `UpdateSize.decoded` rows side by side."""
     if not size.decoded:
         return {}
+    cache = size.decoded * size.longest * shape.kv_bytes_per_token(w)
+    prompt = max(1, size.longest - size.response + 1)
+    prefill = size.decoded * prompt * w * (3 * shape.intermediate + 4 * shape.hidden)  # if no prompt is shared
+    attention = 2 * size.decoded * size.longest * shape.heads * shape.head_size * w  # one layer's, repeated for its heads
     return {
-        "keys and values": size.decoded * size.longest * shape.kv_bytes_per_token(bytes_per_weight),
-        "logits of the next tokens": size.decoded * shape.vocabulary * (bytes_per_weight + 3 * 4),
+        "keys and values": cache + cache // shape.layers,  # a layer's are copied when finished rows are dropped
+        "layer at work": max(prefill, attention),
+        "logits of the next tokens": size.decoded * shape.vocabulary * (w + 5 * 4),
     }
 
 
@@ -221,111 +234,164 @@ def _layer_major(shape: ModelShape, size: UpdateSize, budget: int | None, optimi
         traffic = _traffic(plan, shape, size, optimizer_state, bytes_per_weight)
         return dataclasses.replace(plan, card=card, host=host, traffic=traffic)
 
-    for tokens in MICROBATCH_TOKENS:
+    # From the smallest pieces to the largest, nothing kept; larger pieces that would send more (they may end in a
+    # microbatch that is half empty) are left out.
+    ladder: list[tuple[dict[str, Any], Plan]] = []
+    for tokens in reversed(MICROBATCH_TOKENS):
         rows = max(1, tokens // size.longest)
         count = -(-size.sequences // rows)
         rows = -(-size.sequences // count)  # the same number of microbatches, filled evenly
         block = min(head_block or HEAD_BLOCK[compiled], max(32, tokens // 4))
         choice: dict[str, Any] = dict(microbatch_tokens=rows * size.longest, microbatches=count, head_block=block)
         plan = planned(**choice)
-        if plan.peak() <= limit:
-            break
-    else:
+        if not ladder or _sent(plan) <= _sent(ladder[-1][1]):
+            ladder.append((choice, plan))
+    fitting = [i for i, (_, plan) in enumerate(ladder) if plan.peak() <= limit]
+    if not fitting:
+        smallest = min((plan for _, plan in ladder), key=Plan.peak)
         raise UserError(
-            _too_small(plan, budget or 0, "give more, shorten --max-tokens, or lower --generation-batch-size")
+            _too_small(smallest, budget or 0, "give more, shorten --max-tokens, or lower --generation-batch-size")
         )
+    choice, plan = ladder[fitting[-1]]
     if budget is None:
         return plan
-    for more in _wishes(shape, size, plan):
+    # A plan in smaller pieces keeps only so much that the next larger pieces send less still: with more budget, an
+    # update never sends more.
+    least = _sent(ladder[fitting[-1] + 1][1]) if fitting[-1] + 1 < len(ladder) else 0
+    for more in _wishes(shape, size, plan, state_bytes(optimizer_state, bytes_per_weight), bytes_per_weight):
         richer = planned(**choice | more)
-        if richer.peak() <= limit:
+        if richer.peak() <= limit and least <= _sent(richer) < _sent(plan):
             choice, plan = choice | more, richer
     return plan
 
 
-def _wishes(shape: ModelShape, size: UpdateSize, plan: Plan) -> Iterator[dict[str, Any]]:
-    """What to keep on the card besides, in order of traffic saved a byte; each one includes those before it."""
-    rounds = -(-size.scored // size.sequences) * plan.microbatches
-    for kept in range(2, plan.microbatches + 1):
-        yield {"kept": kept}
-    for kept in range(2, rounds + 1):
-        yield {"kept_when_scoring": kept}
+def _sent(plan: Plan) -> int:
+    """All bytes that travel in one update."""
+    return sum(plan.traffic.values())
+
+
+def _wishes(shape: ModelShape, size: UpdateSize, plan: Plan, state: int, w: int) -> Iterator[dict[str, Any]]:
+    """What to keep on the card besides, in order of traffic saved a byte."""
     layers = [f"layer {i}" for i in range(shape.layers)]
-    for count in range(1, shape.layers + 1):
-        yield {"resident": frozenset(layers[:count])}
-    yield {"resident": frozenset([*layers, "head", "embedding"])}
-    for count in range(1, shape.layers + 1):
-        yield {"card_levels": count}
+    updates = max(1, _updates(size))
+    groups: list[tuple[float, list[dict[str, Any]]]] = [
+        # a travelling state comes twice and goes once at every layer
+        (3 * shape.layers, [{"kept": kept} for kept in range(2, plan.microbatches + 1)]),
+        # while scoring it comes and goes once, for many updates together
+        (2 * shape.layers / updates, [{"kept_when_scoring": k} for k in range(2, _rounds(size, plan) + 1)]),
+        # a layer's weights come twice and its gradient goes; in the step weights and state come and go, gradients come
+        ((6 * w + 2 * state) / (2 * w + state), [{"resident": frozenset(layers[: i + 1])} for i in range(len(layers))]),
+        ((5 * w + 2 * state) / (2 * w + state), [{"resident": frozenset([*layers, "head", "embedding"])}]),
+        (2, [{"card_levels": count} for count in range(1, shape.layers + 1)]),  # an input goes and comes
+    ]
+    for _, wishes in sorted(groups, key=lambda group: -group[0]):
+        yield from wishes
 
 
-def _sizes(plan: Plan, shape: ModelShape) -> tuple[int, int, int]:
-    """Parameters of one visiting layer (0 if none visits), of the larger visiting end or both if tied, and of all
-    units that live on the card.
+def _updates(size: UpdateSize) -> int:
+    """Updates that follow one scoring; 0 where nothing is scored."""
+    return -(-size.scored // size.sequences)
+
+
+def _rounds(size: UpdateSize, plan: Plan) -> int:
+    """Microbatches of one scoring."""
+    return _updates(size) * plan.microbatches
+
+
+@dataclass(frozen=True)
+class _Away:
+    """Parameters whose home is the host: of all layers, of the embedding, and of norm and head; `tied`: the head reads
+    the embedding.
     """
-    visiting = shape.layers - sum(name.startswith("layer") for name in plan.resident)
-    embedding, head = (
-        shape.vocabulary * shape.hidden,
-        shape.hidden + (0 if shape.tied else shape.vocabulary * shape.hidden),
-    )
-    ends = 0 if "head" in plan.resident else (embedding + head if shape.tied else max(embedding, head))
-    lives = (shape.layers - visiting) * shape.layer_parameters() + (embedding + head if "head" in plan.resident else 0)
-    return shape.layer_parameters() if visiting else 0, ends, lives
+
+    layers: int
+    embedding: int
+    head: int
+    one_layer: int
+    tied: bool
+
+    @classmethod
+    def of(cls, plan: Plan, shape: ModelShape) -> _Away:
+        one = shape.layer_parameters()
+        count = sum(f"layer {i}" not in plan.resident for i in range(shape.layers))
+        matrix = shape.vocabulary * shape.hidden
+        return cls(
+            layers=count * one,
+            embedding=0 if "embedding" in plan.resident else matrix,
+            head=0 if "head" in plan.resident else shape.hidden + (0 if shape.tied else matrix),
+            one_layer=one if count else 0,
+            tied=shape.tied,
+        )
+
+    def all(self) -> int:
+        return self.layers + self.embedding + self.head
+
+    def arena(self, copies: int) -> int:
+        """Parameters that have room on the card: two layers, or embedding or head (a tied head needs both)."""
+        end = self.embedding + self.head if self.tied else max(self.embedding, self.head)
+        return copies * max(2 * self.one_layer, end)
 
 
 def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: OptimizerState,
           w: int) -> dict[str, dict[str, int]]:  # fmt: skip
     n, block = plan.microbatch_tokens, plan.head_block
     hidden = n * shape.hidden * w  # one hidden state
-    layer, ends, lives = _sizes(plan, shape)
+    away = _Away.of(plan, shape)
     state = state_bytes(optimizer_state, w)
     held = {"libraries' workspace": WORKSPACE} if plan.on_card else {}
+    lives = shape.parameters() - away.all()
     if lives:
         held |= {
             "weights that stay": lives * w,
             "gradients that stay": lives * w,
             "optimizer state that stays": lives * state,
         }
-    rounds = -(-size.scored // size.sequences) * plan.microbatches
 
-    def trip(copies: int, kept: int, count: int, levels: int) -> dict[str, int]:
-        rings = RING_WHEN_KEPT if kept >= count else RING
+    def trip(copies: int, kept: int, count: int, levels: int, rows: int) -> dict[str, int]:
+        ring = RING_WHEN_KEPT if kept >= count else RING
         parts = {
-            "visiting weights and gradients" if copies == 2 else "visiting weights": max(
-                2 * copies * layer, copies * ends
-            )
-            * w,
-            "hidden states": (min(kept, count) + rings) * hidden,
+            "visiting weights and gradients" if copies == 2 else "visiting weights": away.arena(copies) * w,
+            "hidden states": (min(kept, count) + ring) * hidden,
             "layer inputs": levels * count * hidden,
             "token ids and positions": count * n * 40 + 2 * size.longest * shape.head_size * w,
+            "the batch and its scores": rows * size.longest * (BATCH_BYTES if copies == 2 else 2 * 4),
         }
         return {name: value for name, value in parts.items() if value}
 
-    up = _up(shape, n, w, plan.compiled)
-    head_forward = block * shape.vocabulary * (w if plan.compiled else w + 16) + 5 * hidden
     work = {
-        "layer at work": _down(shape, n, w, plan.compiled, size.sequences + n // size.longest + 2),
-        "head at work": max(
-            block * shape.vocabulary * (2 * w if plan.compiled else 16) + int(6.5 * hidden) + plan.on_card * 100 * MIB,
-            NORM_WORK * hidden,
-        ),
+        "layer at work": _down(shape, n, w, plan.compiled, _segments(size, n), SHARED),
+        "head at work": _head(shape, n, n, block, w, plan.compiled),  # nearly all tokens answer: prompts are shared
+        "embedding's gradient": shape.vocabulary * EMBEDDING_COLUMNS * w + plan.on_card * 30 * MIB,
     }
     largest = max(work, key=lambda name: work[name])
-    bucket = min(plan.bucket, max(layer, ends)) if layer or ends else 0
-    step = STEP_BUFFERS * bucket * (2 * w + state) + (0 if plan.compiled else 6 * 4 * bucket)
+    bucket = min(plan.bucket, max(away.one_layer, away.embedding, away.head))
+    temporaries = 0 if plan.compiled else 6 * 4 * min(plan.bucket, shape.vocabulary * shape.hidden)
+    step = {"buckets": STEP_BUFFERS * bucket * (2 * w + state), "AdamW's temporaries": temporaries}
     generation = _generation(shape, size, w)
     if generation:
         generation = {"weights to generate with": shape.parameters() * w, **generation}
     score = {}
     if size.scored:
-        score = trip(1, plan.kept_when_scoring, rounds, 0) | {"layer or head at work": max(up, head_forward)}
+        forward = max(5 * hidden, 2 * hidden + block * shape.vocabulary * (w if plan.compiled else w + 16))
+        score = trip(1, plan.kept_when_scoring, _rounds(size, plan), 0, size.scored) | {
+            "layer or head at work": max(_up(shape, n, w, plan.compiled), forward)
+        }
     return {
         "load": held,
         "generate": held | generation,
         "score": held | score,
-        "update": held | trip(2, plan.kept, plan.microbatches, plan.card_levels) | {largest: work[largest]},
-        "step": held | ({"buckets": step} if step else {}),
+        "update": held
+        | trip(2, plan.kept, plan.microbatches, plan.card_levels, size.sequences)
+        | {largest: work[largest]},
+        "step": held | {name: value for name, value in step.items() if value},
         "save": held,
     }
+
+
+def _segments(size: UpdateSize, n: int) -> int:
+    """Segments of a microbatch of n tokens: rows, or prompts and their answers, and what fills."""
+    several = min(2 * size.sequences, n // SEGMENT_TOKENS) - (-n // size.longest)
+    return -(-several // SEGMENTS) * SEGMENTS
 
 
 def _up(shape: ModelShape, n: int, w: int, compiled: bool) -> int:
@@ -336,48 +402,75 @@ def _up(shape: ModelShape, n: int, w: int, compiled: bool) -> int:
     return n * w * max(3 * inner + 4 * hidden, 13 * hidden) + 4 * n * shape.head_size * w
 
 
-def _down(shape: ModelShape, n: int, w: int, compiled: bool, sequences: int) -> int:
+def _down(shape: ModelShape, n: int, w: int, compiled: bool, segments: int, shared: int = 0) -> int:
     """Bytes that a layer takes for n tokens with a graph and its way back, the new gradients included.
 
     Two moments can be the worst: when everything is stored and the first matrix's gradient is made, and later, in the
-    attention's backward pass, when those of the feed-forward part are made already.
+    attention's backward pass, when those of the feed-forward part are made already. `shared` counts the hidden states
+    that attention to shared prompts adds then.
     """
     hidden, inner = shape.hidden, shape.intermediate
-    if not compiled:
-        return n * (shape.activation_bytes_per_token(w) + w * (2 * inner + 4 * hidden)) + hidden * inner * w
-    early = n * w * (4 * inner + (8 if shape.norm_first else 10) * hidden) + hidden * inner * w
-    padded = FLASH_ROWS * sequences * shape.heads * shape.head_size * 4
-    late = 3 * hidden * inner * w + int((12.5 if shape.norm_first else 17) * n * hidden * w) + padded
-    return max(early, late)
+    padded = FLASH_ROWS * segments * shape.heads * shape.head_size * 4
+    late = 3 * hidden * inner * w + int((shared + (12.5 if shape.norm_first else 17)) * n * hidden * w) + padded
+    if compiled:
+        early = n * w * (4 * inner + (8 if shape.norm_first else 10) * hidden)
+    else:
+        repeated = 2 * (shape.heads - shape.kv_heads) * shape.head_size * w  # keys and values for all heads
+        stored = shape.activation_bytes_per_token(w) + repeated
+        early = n * (stored + w * (2 * inner + (1 if shape.norm_first else 4) * hidden))
+    return max(early + hidden * inner * w, late)
+
+
+def _head(shape: ModelShape, n: int, answers: int, block: int, w: int, compiled: bool) -> int:
+    """Bytes that norm and head take for n tokens, of which so many are scored, with the way back.
+
+    The worst moment is in the sweep over blocks or, with small blocks, in the norm's backward pass. Sweeping, the norm
+    keeps its input and the normalised numbers, one or both in float32; there are the scored states, their gradient, and
+    that of the microbatch before.
+    """
+    hidden, scored = n * shape.hidden * w, answers * shape.hidden * w
+    logit = (2 * w if compiled else 16) + HEAD_LOGIT
+    sweep = int(shape.vocabulary * (block * logit + HEAD_ENTRY)) + (4 if shape.norm_first else 5) * hidden + 3 * scored
+    return max(sweep, (14 if shape.norm_first else 16) * hidden + scored)
 
 
 def _host(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: OptimizerState,
           w: int) -> dict[str, int]:  # fmt: skip
-    away = shape.parameters() - _sizes(plan, shape)[2]
+    away = _Away.of(plan, shape).all()
     hidden = plan.microbatch_tokens * shape.hidden * w
-    rounds = -(-size.scored // size.sequences) * plan.microbatches
     levels = shape.layers + (plan.kept < plan.microbatches) - plan.card_levels
-    scoring = rounds if plan.kept_when_scoring < rounds else 0
+    waiting = _rounds(size, plan) if plan.kept_when_scoring < _rounds(size, plan) else 0  # in the first level
+    first = max(plan.microbatches if levels else 0, waiting)
     return {
         "weights": away * w,
         "gradients": away * w,
         "optimizer state": away * state_bytes(optimizer_state, w),
-        "layer inputs": (max(levels, 0) * plan.microbatches + max(0, scoring - plan.microbatches)) * hidden,
+        "layer inputs": (first + max(0, levels - 1) * plan.microbatches) * hidden,
     }
 
 
 def _traffic(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: OptimizerState,
              w: int) -> dict[str, int]:  # fmt: skip
-    away = shape.parameters() - _sizes(plan, shape)[2]
-    layers = shape.layers - sum(name.startswith("layer") for name in plan.resident)
-    ends = away - layers * shape.layer_parameters()
+    away = _Away.of(plan, shape)
     hidden = plan.microbatch_tokens * shape.hidden * w
-    inputs = (shape.layers - plan.card_levels) * plan.microbatches * hidden
-    waiting = shape.layers * max(0, plan.microbatches - plan.kept) * hidden
+    sweeps = 2 if size.scored else 1  # over the head: a loss of ratios needs the log-probabilities first
+    levels = shape.layers - plan.card_levels  # layers whose inputs go to the host and come back
+    inputs = levels * plan.microbatches * hidden
+    waiting = max(0, plan.microbatches - plan.kept) * hidden  # come to every layer twice, to the head, the embedding
     state = state_bytes(optimizer_state, w)
+    # A tied head reads the embedding too, and its share of the gradient goes home and comes back once.
+    tied = away.embedding if shape.tied else 0
+    scoring = away.all() + tied
+    rounds = _rounds(size, plan)
+    score_waiting = max(0, rounds - plan.kept_when_scoring) * (shape.layers + 1) * hidden
+    updates = max(1, _updates(size))
     return {
-        "pass, in": (2 * layers * shape.layer_parameters() + ends) * w + inputs + 2 * waiting,
-        "pass, out": away * w + inputs + waiting,
-        "step, in": away * (2 * w + state),
-        "step, out": away * (w + state),
+        "score, in": (scoring * w + score_waiting) // updates if size.scored else 0,
+        "score, out": score_waiting // updates,
+        "pass, in": (2 * away.layers + away.embedding + sweeps * (away.head + tied) + tied) * w
+        + inputs
+        + (2 * levels + 1 + sweeps) * waiting,
+        "pass, out": (away.all() + tied) * w + inputs + (levels + 2) * waiting,
+        "step, in": away.all() * (2 * w + state),
+        "step, out": away.all() * (w + state),
     }
