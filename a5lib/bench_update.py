@@ -9,10 +9,10 @@ takes too long is in the table too, with the reason.
     tokens that count/s     response tokens whose advantage is not 0, over the median seconds
     utilisation             model FLOP/s over the card's: of this process's own product of 8192 x 8192 bfloat16 matrices
 
-The model's FLOPs are those that an update cannot do without: 6 for each weight of a layer and each token that is run, 6
-for each weight of the head and each token that counts, and 12 x layers x width for each pair of a token and one before
-it, width being that of all heads together (scoring alone: a third of it all). What is computed twice to save memory
-counts once.
+The model's FLOPs are those of each sequence by itself: 6 for each weight of a layer and each token, 6 for each weight
+of the head and each token that counts, and 12 x layers x width for each pair of a token and one before it, width being
+that of all heads together (scoring alone: a third of it all). What is computed twice to save memory counts once, and a
+prompt that is computed once for a group counts with each of its responses.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ def force_padding(batch: Batch) -> Batch:
 
 
 def count_work(model: PreTrainedModel, batch: Batch, *, scoring: bool = False) -> dict[str, int]:
-    """Tokens and FLOPs that an update of this batch cannot do without; the file's head gives the formula."""
+    """Tokens and FLOPs of an update with this batch; the file's head gives the formula."""
     mask, kept = batch["response_mask"], batch["advantages"] != 0
     positions = torch.arange(1, mask.shape[1] + 1)
     lengths = (mask * positions).amax(dim=1)[kept]  # up to the last response token
