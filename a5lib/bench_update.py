@@ -323,6 +323,7 @@ def plan_of(variant: Variant, config: ResolvedConfig, device: torch.device, dtyp
         microbatch=math.ceil(config.train_batch_size / config.gradient_accumulation_steps),
         recompute_layers=config.recompute_layers,
         head=config.head,
+        on_card=device.type == "cuda",
     )
 
 
