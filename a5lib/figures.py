@@ -27,6 +27,7 @@ HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--", "||", "**")
 GREY = "0.35"
 FAR = 10  # a budget this many times the total is named, not drawn
 TINY = 0.015  # buffers below this share of the longest bar are drawn together
+PASS_COLUMNS = 32  # events in a row of pass_figure, at most
 BUFFERS = {  # in a plan -> in its figure, from the left; a buffer that is not here comes after them
     "CUDA itself": "CUDA itself",
     "weights": "weights", "weights that stay": "weights",
@@ -425,6 +426,52 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
         ax.set_xlim(0, len(phases))
         ax.set_ylim(0, 1.15 * max(*totals, budget or 0, 1) / unit)
         figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+LANES = {"in": "in from the host", "work": "work", "out": "out to the host"}
+
+
+def pass_figure(events: Sequence[tuple[str, str, str]]) -> Picture:
+    """What comes to the card, works and goes home, one after another, coloured by part. Taught in notebook 09.
+
+    A box says which numbers travel, W for weights, G for a gradient, S for the optimizer's state, or the number of the
+    microbatch whose hidden state travels or works.
+
+    Args:
+        events: lane ("in", "work" or "out"), part of the model, and what, as
+            `a5lib.course.engine_events.engine_events` gives them.
+
+    Raises:
+        UserError: there are no events.
+    """
+    if not events:
+        raise UserError("There are no events to draw; give what engine_events returned.")
+    letters = {"weight": "W", "grad": "G"}
+    parts = dict.fromkeys(part for _, part, _ in events)
+    looks: dict[str, dict[str, Any]] = {
+        part: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
+        for i, part in enumerate(parts)
+    }
+    rows = -(-len(events) // PASS_COLUMNS)
+    columns = -(-len(events) // rows)
+    with look():
+        figure = Picture(figsize=(9, 1.5 * rows + 0.6), layout="constrained")
+        for row, ax in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
+            for x, (lane, part, what) in enumerate(events[row * columns : (row + 1) * columns], 1 + row * columns):
+                y = list(LANES).index(lane)
+                ax.barh(y, 0.94, 0.8, x - 0.47, linewidth=0, **looks[part])
+                text = what if what.isdigit() else letters.get(what, "S")
+                ax.text(x, y, text, ha="center", va="center", fontsize=8,
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2})  # fmt: skip
+            label(ax, "", "event" if row == rows - 1 else "", "")
+            ax.set_yticks(range(len(LANES)), list(LANES.values()))
+            ax.set_ylim(len(LANES) - 0.5, -0.5)
+            ax.set_xlim(row * columns + 0.4, (row + 1) * columns + 0.6)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.grid(visible=False, axis="y")
+        handles = [Patch(label=part, linewidth=0, **looks[part]) for part in parts]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(parts)), handleheight=1.3)
     return figure
 
 

@@ -21,6 +21,7 @@ from a5lib.figures import (
     clip_figure,
     cycle_figure,
     ledger_figure,
+    pass_figure,
     plan_figure,
     precision_figure,
     what_stays,
@@ -255,6 +256,23 @@ def test_the_cycle_steps_through_its_phases(tmp_path):
     assert {"4.00 GiB", "3.00 GiB", "6.00 GiB"} <= set(texts(figure))
     assert ax.get_ylabel() == "on the card (GiB)"
     assert is_picture(figure, tmp_path)
+
+
+def test_a_pass_is_one_box_an_event_in_its_lane(tmp_path):
+    events = [("in", "embedding", "weight"), ("work", "embedding", "0"), ("out", "layer 0", "0")]
+    figure = pass_figure([*events, ("in", "layer 0", "exp_avg"), ("out", "layer 0", "grad")])
+    (ax,) = figure.axes
+    middles = [(bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2) for bar in ax.patches]
+    assert middles == [pytest.approx(place) for place in ((1, 0), (2, 1), (3, 2), (4, 0), (5, 2))]
+    assert [t.get_text() for t in ax.texts] == ["W", "0", "0", "S", "G"]
+    looks = [(bar.get_facecolor(), bar.get_hatch()) for bar in ax.patches]
+    assert looks[0] == looks[1] != looks[2] == looks[3] == looks[4], "a part has one colour and one hatch"
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["embedding", "layer 0"]
+    assert is_picture(figure, tmp_path)
+    above, below = pass_figure(events * 11).axes
+    assert [len(above.patches), len(below.patches)] == [17, 16], "a long pass takes two rows"
+    with pytest.raises(UserError, match="no events"):
+        pass_figure([])
 
 
 @pytest.mark.parametrize(
