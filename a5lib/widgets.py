@@ -104,7 +104,7 @@ def memory_explorer() -> Any:
     }  # fmt: skip
 
     def draw(model: str, sequences: int, length: int, decoded: int, budget: int, **choices: Any) -> Picture:
-        size = UpdateSize(sequences, length, length, scored=sequences, decoded=decoded)
+        size = UpdateSize(sequences, length, 3 * length // 4, scored=sequences, decoded=decoded)
         return plan_figure(plan_update(shapes[model], size, budget=budget * GIB, **choices))
 
     def controls(w: Any) -> dict[str, Any]:

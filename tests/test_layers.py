@@ -11,11 +11,11 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     0: ["errors", "config", "records", "progress"],
     1: ["prompts", "data", "grading", "toy_problems"],
-    2: ["models", "optimizers", "synthetic"],
+    2: ["models", "optimizers", "heads", "synthetic"],
     3: ["memory", "recorder", "engines", "rollouts"],
     4: ["training", "metrics", "evaluation", "checkpoints", "runlog", "toy_build"],
     5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures",
-        "rollout_views", "widgets", "course", "cli", "__main__"],
+        "rollout_views", "update_views", "widgets", "course", "cli", "__main__"],
 }  # fmt: skip
 LAYER_OF = {f"a5lib.{room}": layer for layer, rooms in LAYERS.items() for room in rooms} | {"a5lib": 0}
 
