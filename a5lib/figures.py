@@ -315,7 +315,7 @@ def plan_figure(plan: Plan) -> Picture:
         drawn = _stacked_rows(axes[0], card, looks, None if far else plan.budget)
         if plan.host:
             label(axes[1], f"Predicted on the host: {_size(sum(plan.host.values()))}", "", "")
-            drawn |= _stacked_rows(axes[1], {"always": plan.host}, looks)
+            drawn |= _stacked_rows(axes[1], {"host": plan.host}, looks)
         handles = [Patch(label=name, linewidth=0, **style) for name, style in looks.items() if name in drawn]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
         title = f"{plan.engine.replace('_', '-')} engine; on the card: {what_stays(plan)}"

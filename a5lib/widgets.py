@@ -99,7 +99,7 @@ def memory_explorer() -> Any:
     published = {"OLMo-2 1B": "olmo2-1b", "OLMo-2 7B": "olmo2-7b", "Llama-3.1 8B": "llama3.1-8b"}
     shapes = {words: ModelShape.of(published_config(name)) for words, name in published.items()} | {"toy model": TOY}
     start: dict[str, Any] = {
-        "model": "OLMo-2 1B", "sequences": 64, "length": 1024, "optimizer_state": "fp32", "engine": None, "decoded": 32,
+        "model": "OLMo-2 1B", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": None, "decoded": 16,
         "budget": 8,
     }  # fmt: skip
 
