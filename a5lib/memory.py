@@ -9,15 +9,16 @@ activations are gone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
-
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from typing import TYPE_CHECKING, get_args
 
 from a5lib.config import HeadName, OptimizerState
 from a5lib.errors import UserError
+
+if TYPE_CHECKING:  # a ledger is made without torch and transformers, which take seconds to import
+    from transformers import PreTrainedConfig
 
 # Bytes of optimizer state per bfloat16 parameter: two moments, and a master copy or a compensation where there is one.
 STATE_BYTES: Mapping[OptimizerState, int] = {"fp32": 12, "bf16": 4, "bf16_stochastic": 4, "bf16_kahan": 6}
@@ -42,6 +43,7 @@ class ModelShape:
         head_size: numbers of one head.
         vectors: parameters of one layer outside its seven matrices: norms and biases (None: OLMo-2's four norms).
         norm_first: whether a layer normalises its input (Llama, Qwen) and not its output (OLMo-2).
+        head_norms: whether queries and keys are normalised head by head (Qwen3); OLMo-2 does it for all heads at once.
     """
 
     layers: int
@@ -54,25 +56,40 @@ class ModelShape:
     head_size: int
     vectors: int | None = None
     norm_first: bool = False
+    head_norms: bool = False
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:
-        """The shape of any causal language model, from its config alone; one layer is made without memory and counted.
+        """The shape of a causal language model, from its config alone; one layer is made without memory and counted.
+
+        Raises:
+            UserError: the model has other parts than these, such as experts or learned positions.
 
         >>> from transformers import Olmo2Config
         >>> ModelShape.of(Olmo2Config(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=3,
         ...                           num_attention_heads=2, pad_token_id=0, eos_token_id=1)).parameters()
-        2504
+        2536
         """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        unknown = UserError(
+            f"The memory ledger cannot count {config.name_or_path or config.model_type!r}: it knows embedding, decoder "
+            "layers of seven matrices, and head, as in OLMo-2, Llama and Qwen; use such a model."
+        )
         small = copy.deepcopy(config)
         small.num_hidden_layers = 1
         if getattr(small, "layer_types", None):
             small.layer_types = small.layer_types[:1]
-        with torch.device("meta"):
-            layer = AutoModelForCausalLM.from_config(small).base_model.layers[0]
-        heads = config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(small)
+            layers = model.base_model.layers
+        except (AttributeError, ValueError):  # no decoder layers there, or no causal language model
+            raise unknown from None
+        layer, heads = layers[0], config.num_attention_heads
+        shape = cls(
+            layers=1,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=heads,
@@ -82,7 +99,11 @@ class ModelShape:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vectors=sum(p.numel() for p in layer.parameters() if p.dim() == 1),
             norm_first=hasattr(layer, "input_layernorm"),
+            head_norms=hasattr(layer, "input_layernorm") and hasattr(layer.self_attn, "q_norm"),
         )
+        if shape.parameters() != sum(p.numel() for p in model.parameters()):
+            raise unknown
+        return dataclasses.replace(shape, layers=config.num_hidden_layers)
 
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: four attention matrices, three feed-forward matrices, norms and biases."""
@@ -109,11 +130,18 @@ class ModelShape:
 
         In the weights' type: the layer's input, the rotated queries and keys, the values, the attention's result, the
         input of the feed-forward part, and four tensors inside that part. In float32: the input and the normalised
-        values of four norms, a scale for each norm, and a log-sum for each head.
+        values of four norms, a scale for each norm, and a log-sum for each head. A Llama or Qwen layer has two norms,
+        whose normalised values are in the weights' type, and Qwen3 two small ones in each head.
         """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         stored = 2 * self.hidden + 2 * queries + 2 * keys + 4 * self.intermediate
         float32 = 4 * self.hidden + 2 * queries + 2 * keys + 4 + self.heads
+        if self.norm_first:
+            stored += 2 * self.hidden
+            float32 = 2 * self.hidden + 2 + self.heads
+            if self.head_norms:
+                stored += queries + keys
+                float32 += queries + keys + self.heads + self.kv_heads
         return bytes_per_weight * stored + 4 * float32
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:

@@ -7,11 +7,12 @@ The loop does not know which engine it has. Batches are dictionaries of CPU tens
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # a plan is made without torch
+    from torch import Tensor
 
-Batch = dict[str, Tensor]
+Batch = dict[str, "Tensor"]
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,14 @@ SLACK = 0.03  # share of a budget that is left for gaps between allocations
 MICROBATCH_TOKENS = (6144, 4096, 3072, 2048, 1024, 512, 256, 128)
 HEAD_BLOCK = {True: 1024, False: 128}  # tokens whose logits exist at one time: compiled, plain
 BUCKET = 1 << 23  # parameters of one bucket of the step
+ADAMW_BLOCK = 1 << 21  # parameters that the resident engine's AdamW updates at one time
+# Temporaries of an update that is not compiled, in float32 numbers for each parameter that is updated at one time.
+ADAMW_NUMBERS: Mapping[OptimizerState, int] = {"fp32": 3, "bf16": 6, "bf16_stochastic": 9, "bf16_kahan": 6}
 STEP_BUFFERS = 3  # buckets on the card: one coming, one at work, one going
 RING, RING_WHEN_KEPT = 6, 2  # hidden states on their way (see `hidden.py`)
 EMBEDDING_COLUMNS = 256  # columns of the embedding's gradient that are summed at one time
 FLASH_ROWS = 128  # rows that the attention's backward pass adds for each segment
-SEGMENTS, SEGMENT_TOKENS = 32, 96  # segments of a microbatch come in so many, and have at least so many tokens on average
+SEGMENTS, SEGMENT_TOKENS = 32, 96  # a microbatch has a multiple of so many segments, of so many tokens on average
 SHARED = 5  # hidden states that attention to shared prompts holds on the way back; counted in the code, not measured
 BATCH_BYTES = 48  # of a place in a batch: ids, labels, mask, old log-probabilities, scores and their derivative
 HEAD_ENTRY, HEAD_LOGIT = 184, 0.633  # bytes that the head takes for each entry of the vocabulary, and for each logit
@@ -65,8 +68,8 @@ class Plan:
 
     `resident` names the units (see `parts.py`) whose weights, gradients and optimizer state live on the card; `kept`
     and `kept_when_scoring` count microbatches whose hidden state stays there, `card_levels` layers whose inputs do.
-    `card` holds bytes by phase and name, `host` by name; `traffic` the bytes that travel in one update, by name, scoring
-    with the share that falls on one update.
+    `card` holds bytes by phase and name, `host` by name; `traffic` the bytes that travel in one update, by name, with
+    one update's share of scoring.
     """
 
     longest: int
@@ -189,7 +192,7 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         "generate": held | _generation(shape, size, bytes_per_weight),
         "score": held | (scoring if size.scored else {}),
         "update": ledger,
-        "step": held | gradients | {"AdamW's blocks": 8 * 4 * (1 << 22)},
+        "step": held | gradients | {"AdamW's temporaries": 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK},
         "save": held,
     }
     if on_card:
@@ -209,7 +212,7 @@ def _generation(shape: ModelShape, size: UpdateSize, w: int) -> dict[str, int]:
     cache = size.decoded * size.longest * shape.kv_bytes_per_token(w)
     prompt = max(1, size.longest - size.response + 1)
     prefill = size.decoded * prompt * w * (3 * shape.intermediate + 4 * shape.hidden)  # if no prompt is shared
-    attention = 2 * size.decoded * size.longest * shape.heads * shape.head_size * w  # one layer's, repeated for its heads
+    attention = 2 * size.decoded * size.longest * shape.heads * shape.head_size * w  # one layer's, for all its heads
     return {
         "keys and values": cache + cache // shape.layers,  # a layer's are copied when finished rows are dropped
         "layer at work": max(prefill, attention),
@@ -238,9 +241,10 @@ def _layer_major(shape: ModelShape, size: UpdateSize, budget: int | None, optimi
     # microbatch that is half empty) are left out.
     ladder: list[tuple[dict[str, Any], Plan]] = []
     for tokens in reversed(MICROBATCH_TOKENS):
-        rows = max(1, tokens // size.longest)
+        most = min(size.sequences, max(1, tokens // size.longest))
+        # Up to a quarter fewer rows, if the last microbatch is fuller then: all run as if they were full.
+        rows = min(range(most - most // 4, most + 1), key=lambda rows: (-(-size.sequences // rows) * rows, -rows))
         count = -(-size.sequences // rows)
-        rows = -(-size.sequences // count)  # the same number of microbatches, filled evenly
         block = min(head_block or HEAD_BLOCK[compiled], max(32, tokens // 4))
         choice: dict[str, Any] = dict(microbatch_tokens=rows * size.longest, microbatches=count, head_block=block)
         plan = planned(**choice)
@@ -361,11 +365,12 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     work = {
         "layer at work": _down(shape, n, w, plan.compiled, _segments(size, n), SHARED),
         "head at work": _head(shape, n, n, block, w, plan.compiled),  # nearly all tokens answer: prompts are shared
-        "embedding's gradient": shape.vocabulary * EMBEDDING_COLUMNS * w + plan.on_card * 30 * MIB,
+        "embedding's gradient": shape.vocabulary * min(EMBEDDING_COLUMNS, shape.hidden) * w + plan.on_card * 30 * MIB,
     }
     largest = max(work, key=lambda name: work[name])
     bucket = min(plan.bucket, max(away.one_layer, away.embedding, away.head))
-    temporaries = 0 if plan.compiled else 6 * 4 * min(plan.bucket, shape.vocabulary * shape.hidden)
+    most = min(plan.bucket, max(shape.parts()))  # that are updated at one time, here or in a bucket
+    temporaries = 0 if plan.compiled else 4 * ADAMW_NUMBERS[optimizer_state] * most
     step = {"buckets": STEP_BUFFERS * bucket * (2 * w + state), "AdamW's temporaries": temporaries}
     generation = _generation(shape, size, w)
     if generation:
@@ -410,7 +415,7 @@ def _down(shape: ModelShape, n: int, w: int, compiled: bool, segments: int, shar
     that attention to shared prompts adds then.
     """
     hidden, inner = shape.hidden, shape.intermediate
-    padded = FLASH_ROWS * segments * shape.heads * shape.head_size * 4
+    padded = FLASH_ROWS * segments * shape.heads * shape.head_size * 4 if w == 2 else 0  # flash takes bfloat16 alone
     late = 3 * hidden * inner * w + int((shared + (12.5 if shape.norm_first else 17)) * n * hidden * w) + padded
     if compiled:
         early = n * w * (4 * inner + (8 if shape.norm_first else 10) * hidden)
@@ -430,7 +435,8 @@ def _head(shape: ModelShape, n: int, answers: int, block: int, w: int, compiled:
     """
     hidden, scored = n * shape.hidden * w, answers * shape.hidden * w
     logit = (2 * w if compiled else 16) + HEAD_LOGIT
-    sweep = int(shape.vocabulary * (block * logit + HEAD_ENTRY)) + (4 if shape.norm_first else 5) * hidden + 3 * scored
+    normed = (4 if shape.norm_first else 5) * hidden
+    sweep = normed + 3 * scored + int(shape.vocabulary * (min(block, answers) * logit + HEAD_ENTRY))
     return max(sweep, (14 if shape.norm_first else 16) * hidden + scored)
 
 
