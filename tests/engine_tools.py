@@ -95,7 +95,7 @@ def config(algorithm: str = "offpolicy_clip", **options: Any) -> ResolvedConfig:
 
 def layer_major(model: PreTrainedModel, settings: ResolvedConfig, **plan: Any) -> LayerMajorEngine:
     """An engine over a copy of the model, which works in small pieces and keeps nothing on the "card"."""
-    plan = {"longest": 16, "microbatch_tokens": 24, "head_block": 5, "bucket": 1000} | plan
+    plan = {"longest": 16, "microbatch_tokens": 24, "head_block": 5, "bucket": 5000} | plan
     return LayerMajorEngine(copy.deepcopy(model), settings, load_algo("solutions"), Plan(**plan), CPU)
 
 

@@ -211,11 +211,11 @@ def test_two_steps_are_those_of_torch_with_the_plain_loop(home: frozenset[str], 
         torch.testing.assert_close(weight.detach(), weights[name], rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("bucket", [333, 10**9])
+@pytest.mark.parametrize("bucket", [777, 10**9])
 def test_steps_do_not_depend_on_the_bucket_not_even_when_they_are_rounded_at_random(bucket: int) -> None:
     settings = config(optimizer_state="bf16_stochastic")
     weights = []
-    for size in (bucket, 5000):
+    for size in (bucket, 1000):
         engine = layer_major(tiny_olmo2().bfloat16(), settings, bucket=size, resident=frozenset({"layer 0"}))
         engine.accumulate(shared_batch())
         engine.step(1e-3)
