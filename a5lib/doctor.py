@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from a5lib import machine
 
 Level = Literal["ok", "warn", "fail"]
 Capability = tuple[int, int]
@@ -157,23 +158,13 @@ class Probe:
         return os.environ.get(name)
 
     def in_container(self) -> bool:
-        return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+        return machine.in_container()
 
     def host_memory(self) -> tuple[int, int]:
-        """(available, total) bytes, no more than a container may use."""
-        memory = psutil.virtual_memory()
-        limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-        if not limit or not limit.isdigit() or int(limit) > memory.total:
-            return memory.available, memory.total
-        return min(memory.available, int(limit) - int(used or 0)), int(limit)
+        return machine.host_memory()
 
     def shared_memory(self) -> tuple[int, int] | None:
-        """(free, total) bytes of /dev/shm; None where there is none."""
-        try:
-            stat = os.statvfs("/dev/shm")
-        except OSError:
-            return None
-        return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+        return machine.shared_memory()
 
     def disk(self, folder: Path) -> tuple[int, bool]:
         """(free bytes, writable) of the folder, or of the nearest one above it that exists."""
@@ -185,15 +176,8 @@ class Probe:
     def cores(self) -> int:
         """Cores this process may use, in a container no more than its share (rounded up)."""
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        quota, _, period = (_cgroup("cpu.max") or "max").partition(" ")
+        quota, _, period = (machine.cgroup("cpu.max") or "max").partition(" ")
         return min(allowed, math.ceil(int(quota) / int(period))) if quota.isdigit() else allowed
-
-
-def _cgroup(name: str) -> str | None:
-    try:
-        return (Path("/sys/fs/cgroup") / name).read_text().strip()
-    except OSError:
-        return None
 
 
 def diagnose(probe: Probe | None = None, runs_dir: Path | str = "runs") -> list[Finding]:
@@ -428,7 +412,7 @@ def _shared_memory(probe: Probe) -> list[Finding]:
 
 def _wsl2(probe: Probe) -> list[Finding]:
     release = probe.kernel_release()
-    if "microsoft-standard-wsl2" not in release.lower():
+    if not machine.is_wsl2(release):
         return []
     if probe.environment("VLLM_WSL2_ENABLE_PIN_MEMORY") == "1":
         return [Finding("ok", "WSL2", f"{release}, VLLM_WSL2_ENABLE_PIN_MEMORY=1 is set")]

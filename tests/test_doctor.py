@@ -9,7 +9,7 @@ import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from a5lib import doctor
+from a5lib import doctor, machine
 from a5lib.doctor import GIB, Card, Finding, Probe, TorchBuild, diagnose, parse_nvidia_smi, runs_on
 
 MIB = 2**20
@@ -285,8 +285,8 @@ def test_more_threads_than_cores():
 
 def test_a_containers_limits_count(monkeypatch):
     limits = {"memory.max": str(8 * GIB), "memory.current": str(6 * GIB), "cpu.max": "150000 100000"}
-    monkeypatch.setattr(doctor, "_cgroup", limits.get)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=60 * GIB, total=64 * GIB))
+    monkeypatch.setattr(machine, "cgroup", limits.get)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=60 * GIB, total=64 * GIB))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert Probe().host_memory() == (2 * GIB, 8 * GIB)
     assert Probe().cores() == 2, "one and a half cores' time, rounded up"

@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = {
     0: ["errors", "config", "records", "progress"],
-    1: ["prompts", "data", "grading", "toy_problems"],
+    1: ["prompts", "data", "grading", "toy_problems", "machine", "cards"],
     2: ["models", "optimizers", "heads", "synthetic"],
-    3: ["memory", "recorder", "engines", "rollouts"],
+    3: ["memory", "shapes", "recorder", "engines", "rollouts"],
     4: ["training", "metrics", "evaluation", "checkpoints", "runlog", "toy_build"],
     5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures",
         "rollout_views", "update_views", "widgets", "course", "cli", "__main__"],
