@@ -22,11 +22,10 @@ from a5lib.config import EngineName, OptimizerState
 from a5lib.engines.plan import UpdateSize, plan_update
 from a5lib.errors import UserError
 from a5lib.figures import HIGHEST_RATIO, advantage_figure, clip_figure, plan_figure, precision_figure
-from a5lib.memory import TOY, ModelShape
 from a5lib.plots import COLORS, MARKERS, Picture, Run, draw_entropy, draw_length, draw_memory, draw_rewards, look
 from a5lib.records import Rollout
 from a5lib.rollout_views import as_rollout, rollout_class, rollout_html, rollout_text
-from a5lib.synthetic import published_config
+from a5lib.shapes import SHAPES
 from a5lib.training import StopRequest
 
 NO_WIDGETS = "There are no sliders here, because ipywidgets is not installed (pip install ipywidgets). {instead}"
@@ -96,23 +95,21 @@ def memory_explorer() -> Any:
     """Will it fit my card? Sliders for an update's sizes and a budget; the plan, or why there is none. Taught in
     notebook 09.
     """
-    published = {"OLMo-2 1B": "olmo2-1b", "OLMo-2 7B": "olmo2-7b", "Llama-3.1 8B": "llama3.1-8b"}
-    shapes = {words: ModelShape.of(published_config(name)) for words, name in published.items()} | {"toy model": TOY}
     start: dict[str, Any] = {
-        "model": "OLMo-2 1B", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": None, "decoded": 16,
+        "model": "olmo2-1b", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": None, "decoded": 16,
         "budget": 8,
     }  # fmt: skip
 
     def draw(model: str, sequences: int, length: int, decoded: int, budget: int, **choices: Any) -> Picture:
         size = UpdateSize(sequences, length, 3 * length // 4, scored=sequences, decoded=decoded)
-        return plan_figure(plan_update(shapes[model], size, budget=budget * GIB, **choices))
+        return plan_figure(plan_update(SHAPES[model][1], size, budget=budget * GIB, **choices))
 
     def controls(w: Any) -> dict[str, Any]:
         def steps(options: list[int], name: str, words: str) -> Any:
             return w.SelectionSlider(options=options, value=start[name], description=words)
 
         return {
-            "model": w.Dropdown(options=list(shapes), value=start["model"], description="model"),
+            "model": w.Dropdown(options=list(SHAPES), value=start["model"], description="model"),
             "sequences": steps([2**i for i in range(10)], "sequences", "sequences"),
             "length": steps([2**i for i in range(6, 15)], "length", "tokens of each"),
             "optimizer_state": w.Dropdown(

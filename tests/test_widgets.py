@@ -38,7 +38,7 @@ CHANGES = {
     "precision": [("weight", 8.0), ("log10 update", -2.0), ("direction", -1), ("updates", 50)],
     "memory": [
         ("sequences", 8), ("tokens of each", 256), ("AdamW state", "bf16"), ("decoded side by side", 64),
-        ("budget (GiB)", 24), ("engine", "layer_major"), ("model", "toy model"),
+        ("budget (GiB)", 24), ("engine", "layer_major"), ("model", "toy"),
     ],
 }  # fmt: skip
 NAMES = {name: [description for description, _ in changes] for name, changes in CHANGES.items()} | {
@@ -118,18 +118,18 @@ def test_the_code_is_called_anew_and_its_faults_are_words():
 
 def test_the_memory_explorer_says_what_does_not_fit_and_recovers():
     box = memory_explorer()
-    control(box, "budget (GiB)").value = 2
-    assert "but the budget is 2" in words(box) and picture(box).layout.display == "none"
+    control(box, "budget (GiB)").value = 3
+    assert "but the budget is 3" in words(box) and picture(box).layout.display == "none"
     control(box, "decoded side by side").value = 0
     assert words(box) == "" and picture(box).layout.display is None, "the update alone fits"
     control(box, "engine").value = "resident"
     assert "choose --engine layer_major" in words(box)
 
 
-@pytest.mark.parametrize("model", ["OLMo-2 1B", "OLMo-2 7B", "Llama-3.1 8B", "toy model"])
+@pytest.mark.parametrize("model", ["toy", "olmo2-1b", "olmo2-7b", "llama3.1-8b", "qwen3-14b"])
 def test_the_memory_explorer_plans_every_model(model):
     box = memory_explorer()
-    control(box, "budget (GiB)").value = 32
+    control(box, "budget (GiB)").value = 48
     control(box, "model").value = model
     assert words(box) == ""
 
