@@ -96,13 +96,14 @@ def memory_explorer() -> Any:
     notebook 09.
     """
     start: dict[str, Any] = {
-        "model": "olmo2-1b", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": None, "decoded": 16,
+        "model": "olmo2-1b", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": "choose", "decoded": 16,
         "budget": 8,
     }  # fmt: skip
 
-    def draw(model: str, sequences: int, length: int, decoded: int, budget: int, **choices: Any) -> Picture:
+    def draw(model: str, sequences: int, length: int, decoded: int, engine: str, budget: int, **state: Any) -> Picture:
         size = UpdateSize(sequences, length, 3 * length // 4, scored=sequences, decoded=decoded)
-        return plan_figure(plan_update(SHAPES[model][1], size, budget=budget * GIB, **choices))
+        chosen: Any = None if engine == "choose" else engine
+        return plan_figure(plan_update(SHAPES[model][1], size, budget=budget * GIB, engine=chosen, **state))
 
     def controls(w: Any) -> dict[str, Any]:
         def steps(options: list[int], name: str, words: str) -> Any:
@@ -116,7 +117,7 @@ def memory_explorer() -> Any:
                 options=get_args(OptimizerState), value=start["optimizer_state"], description="AdamW state"
             ),
             "engine": w.Dropdown(
-                options=[("choose", None), *((name.replace("_", "-"), name) for name in get_args(EngineName))],
+                options=[(name.replace("_", "-"), name) for name in ("choose", *get_args(EngineName))],
                 value=start["engine"], description="engine",
             ),
             "decoded": steps([0, 8, 16, 32, 64, 128, 256], "decoded", "decoded side by side"),

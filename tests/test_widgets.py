@@ -118,6 +118,7 @@ def test_the_code_is_called_anew_and_its_faults_are_words():
 
 def test_the_memory_explorer_says_what_does_not_fit_and_recovers():
     box = memory_explorer()
+    assert [control(box, name).label for name in ("engine", "model", "AdamW state")] == ["choose", "olmo2-1b", "fp32"]
     control(box, "budget (GiB)").value = 3
     assert "but the budget is 3" in words(box) and picture(box).layout.display == "none"
     control(box, "decoded side by side").value = 0
