@@ -96,8 +96,8 @@ def memory_explorer() -> Any:
     notebook 09.
     """
     start: dict[str, Any] = {
-        "model": "olmo2-1b", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": "choose", "decoded": 16,
-        "budget": 8,
+        "model": "olmo2-1b", "sequences": 64, "length": 512, "optimizer_state": "fp32", "engine": "choose",
+        "decoded": 16, "budget": 8,
     }  # fmt: skip
 
     def draw(model: str, sequences: int, length: int, decoded: int, engine: str, budget: int, **state: Any) -> Picture:
