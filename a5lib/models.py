@@ -48,7 +48,7 @@ def select_device(name: str) -> torch.device:
     device(type='cpu')
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -62,6 +62,8 @@ def select_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{last}.")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # some of torch's functions want the number
     return device
 
 

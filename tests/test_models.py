@@ -80,14 +80,14 @@ def test_bfloat16_when_asked() -> None:
 
 
 def test_auto_is_float32_on_the_cpu_and_bfloat16_on_a_card() -> None:
-    cpu, card = torch.device("cpu"), torch.device("cuda")
+    cpu, card = torch.device("cpu"), torch.device("cuda:0")
     assert [select_dtype("auto", cpu), select_dtype("auto", card)] == [torch.float32, torch.bfloat16]
     assert [select_dtype("bfloat16", cpu), select_dtype("float32", card)] == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize(
     ("cards", "name", "expected"),
-    [(0, "auto", "cpu"), (2, "auto", "cuda"), (2, "cpu", "cpu"), (2, "cuda", "cuda"), (2, "cuda:1", "cuda:1")],
+    [(0, "auto", "cpu"), (2, "auto", "cuda:0"), (2, "cpu", "cpu"), (2, "cuda", "cuda:0"), (2, "cuda:1", "cuda:1")],
 )
 def test_the_device_is_the_card_where_there_is_one(monkeypatch, cards: int, name: str, expected: str) -> None:
     pretend_cards(monkeypatch, cards)
@@ -112,6 +112,7 @@ def test_a_device_that_is_not_there_is_one_sentence(monkeypatch, cards: int, nam
 def pretend_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def test_the_toy_model_stays_on_the_cpu_unless_a_card_is_asked_for(monkeypatch) -> None:

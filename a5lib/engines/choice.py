@@ -46,13 +46,14 @@ def plan_run(
         response=config.max_tokens,
         scored=0 if config.preset.importance_reweighting_method == "none" else config.rollout_batch_size,
         decoded=config.generation_batch_size if on_card else 0,
+        group=config.group_size,
     )
     engine = config.engine
     if not on_card and engine is None:
         engine = "resident" if config.vram_budget is None else "layer_major"
     budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
     if on_card and budget is None:
-        budget = torch.cuda.mem_get_info(device)[0] + CONTEXT  # what is free, and the context that is there already
+        budget = torch.cuda.mem_get_info(device)[0]
     return plan_update(
         ModelShape.of(model_config),
         size,

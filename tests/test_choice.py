@@ -1,0 +1,71 @@
+"""Which engine a run gets, and the cap that a budget puts on the card; the card is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from a5lib.config import TrainConfig, resolve
+from a5lib.course import load_algo
+from a5lib.engines import choice
+from a5lib.engines.plan import CONTEXT, GIB, Plan
+from a5lib.errors import UserError
+from tests.helpers import tiny_olmo2
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+OLMO2_1B = tiny_olmo2().config.__class__(
+    vocab_size=100_352, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
+    num_key_value_heads=16, pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def plan(device=CPU, dtype=torch.bfloat16, free=40 * GIB, **flags) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda card: (free, 80 * GIB))
+        patch.setattr(choice, "compiles", lambda device, dtype: device.type == "cuda")
+        config = resolve(TrainConfig(model="x", optimizer_state="bf16", low_memory=True, **flags))
+        return choice.plan_run(config, OLMO2_1B, 161, device, dtype)
+
+
+def test_without_a_budget_the_cpu_gets_the_resident_engine_and_with_one_the_layer_major():
+    assert plan().engine == "resident"
+    assert plan(vram_budget=8).engine == "layer_major"
+    assert plan(vram_budget=14, engine="resident").engine == "resident", "a name decides"
+    assert plan(engine="layer_major").resident == frozenset(), "without a budget nothing stays"
+
+
+def test_on_a_card_the_resident_engine_is_taken_where_it_fits_what_is_free():
+    assert plan(CARD).engine == "resident"
+    small = plan(CARD, free=10 * GIB)
+    assert (small.engine, small.budget) == ("layer_major", 10 * GIB)
+    assert small.compiled and not plan(CARD, free=10 * GIB, compile_layer=False).compiled
+
+
+def test_the_plan_knows_the_largest_batch():
+    made = plan(CARD, vram_budget=8, algorithm="offpolicy_clip", generation_batch_size=4)
+    assert made.longest == 161 + 512 - 1, "the last token is a label only"
+    assert made.card["score"] != made.card["load"], "an importance ratio needs old log-probabilities"
+    assert "keys and values" in made.card["generate"]
+    assert plan(CARD, vram_budget=12, generation_batch_size=4).card["score"].keys() <= made.card["score"].keys()
+
+
+def test_a_budget_below_the_smallest_plan_is_one_sentence():
+    with pytest.raises(UserError, match=r"^The layer-major engine needs .* GiB in the phase .* but the budget is 1.0"):
+        plan(CARD, vram_budget=1)
+
+
+def test_a_budget_that_was_asked_for_is_a_hard_cap_on_the_card(monkeypatch):
+    caps = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=16 * GIB))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, card: caps.append((share, card.index))
+    )
+    monkeypatch.setattr(choice, "LayerMajorEngine", lambda *arguments: "engine")
+    config = resolve(TrainConfig(vram_budget=8))
+    made = Plan(longest=8, microbatch_tokens=16)
+    assert choice.make_engine(tiny_olmo2(), config, load_algo("solutions"), made, CARD) == "engine"
+    assert caps == [((8 * GIB - CONTEXT) / (16 * GIB), 0)], "torch wants the card's number"
+    choice.make_engine(tiny_olmo2(), resolve(TrainConfig()), load_algo("solutions"), made, CARD)
+    assert len(caps) == 1, "what is free is no cap"
