@@ -314,7 +314,13 @@ def plan_of(variant: Variant, config: ResolvedConfig, device: torch.device, dtyp
     scored = variant.scoring or config.preset.importance_reweighting_method != "none"
     return plan_update(
         ModelShape.of(published_config(variant.model)),
-        UpdateSize(variant.sequences, variant.tokens, variant.response, scored=variant.sequences if scored else 0),
+        UpdateSize(
+            variant.sequences,
+            variant.tokens,
+            variant.response,
+            scored=variant.sequences if scored else 0,
+            group=variant.group_size,
+        ),
         budget=None if config.vram_budget is None else int(config.vram_budget * GIB),
         engine=config.engine,
         optimizer_state=config.optimizer_state,

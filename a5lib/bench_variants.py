@@ -124,7 +124,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("ragged-host", "ragged", "ragged, layer-major, everything on the host", HOST, **RAGGED),
     Variant("ragged-resident", "ragged", "ragged, resident", RESIDENT, microbatch=4, **RAGGED, **FEW),
     Variant("ragged-padded", "ragged", "ragged, resident, padding computed", RESIDENT, microbatch=4, padded=True,
-            **RAGGED, **FEW),
+            **RAGGED, **SLOW),
     Variant("clip", "losses", "layer-major, off-policy loss with clipping", HOST | {"algorithm": "offpolicy_clip"}),
     Variant("scoring", "losses", "layer-major, scoring alone", HOST, scoring=True),
     Variant("peer-trl", "peers", "TRL: fused LM head, fused AdamW", peer="trl", microbatch=8, **FEW),

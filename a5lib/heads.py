@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD_BLOCK = 1024
+HEAD_BLOCK = 512
 
 
 def score_block(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

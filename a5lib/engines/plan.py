@@ -22,13 +22,15 @@ GIB, MIB = 2**30, 2**20
 
 PHASES = ("load", "generate", "score", "update", "step", "save")
 TRIPS = ("score", "pass", "step")  # the parts of an update in which bytes travel
-CONTEXT = 560 * MIB  # what CUDA and torch's kernels take of a card before the first tensor; smaller on small cards
+# What CUDA and the kernels of torch and Triton take of a card beside all tensors: 1.35 to 1.43 GiB on an NVIDIA H200
+# (`runs/bench-update/`, use of the card less what torch has reserved). Cards with fewer multiprocessors take less.
+CONTEXT = 1470 * MIB
 WORKSPACE = 64 * MIB  # cuBLAS
 SLACK = 0.03  # share of a budget that is left for gaps between allocations
 
 # Tokens that go through a layer together, from the fastest that was measured downward.
 MICROBATCH_TOKENS = (6144, 4096, 3072, 2048, 1024, 512, 256, 128)
-HEAD_BLOCK = {True: 1024, False: 128}  # tokens whose logits exist at one time: compiled, plain
+HEAD_BLOCK = {True: 512, False: 128}  # tokens whose logits exist at one time: compiled, plain
 BUCKET = 1 << 23  # parameters of one bucket of the step
 ADAMW_BLOCK = 1 << 21  # parameters that the resident engine's AdamW updates at one time
 # Temporaries of an update that is not compiled, in float32 numbers for each parameter that is updated at one time.
@@ -53,6 +55,7 @@ class UpdateSize:
         response: response tokens of a row at most.
         scored: rows that are scored together before the updates; 0 where nothing is scored.
         decoded: rows that transformers decodes side by side on this card; 0 where generation has its own memory.
+        group: rows that share a prompt.
     """
 
     sequences: int
@@ -60,6 +63,7 @@ class UpdateSize:
     response: int
     scored: int = 0
     decoded: int = 0
+    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,10 @@ class Plan:
         phases = self.card if phase is None else [phase]
         return max(sum(self.card[name].values()) for name in phases)
 
+    def budget_needed(self) -> int:
+        """The smallest budget in bytes that this plan keeps: its peak, `CONTEXT` on a card, and the slack for gaps."""
+        return math.ceil((self.peak() + 1) / (1 - SLACK)) + self.on_card * CONTEXT
+
     def transfer_seconds(self, inward: float, outward: float) -> float:
         """Seconds that the copies of one update need at two speeds in bytes a second; both directions run at once."""
         return sum(
@@ -104,6 +112,49 @@ class Plan:
         """For `plan.json` in the run folder."""
         values = dataclasses.asdict(self) | {"resident": sorted(self.resident)}
         return {"engine": self.engine, "budget_bytes": values.pop("budget"), **values}
+
+
+def what_stays(plan: Plan) -> str:
+    """What a plan keeps on the card, in words; of a layer that is weights, gradient and optimizer state.
+
+    >>> what_stays(Plan(longest=8, microbatch_tokens=16, microbatches=4, kept=2, resident=frozenset({"layer 0"})))
+    '1 layer, hidden states of 2 of 4 microbatches'
+    """
+    if plan.engine == "resident":
+        return "everything"
+    layers = sum(name.startswith("layer") for name in plan.resident)
+    kept = min(plan.kept, plan.microbatches)
+    parts = [
+        f"{layers} layer{'s' * (layers != 1)}" if layers else "",
+        "embedding and head" if "head" in plan.resident else "",
+        f"hidden states of {'all' if kept == plan.microbatches else f'{kept} of'} {plan.microbatches} microbatches",
+        f"inputs of {plan.card_levels} layer{'s' * (plan.card_levels != 1)}" if plan.card_levels else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+class DoesNotFit(UserError):
+    """The smallest plan of an engine is larger than the budget; `shortage` is the sentence without the advice."""
+
+    def __init__(self, plan: Plan, budget: int, advice: str) -> None:
+        phase = max(plan.card, key=plan.peak)
+        self.plan = plan
+        self.shortage = (
+            f"The {plan.engine.replace('_', '-')} engine needs {gib(plan.budget_needed())} in the phase {phase!r}, but "
+            f"the budget is {gib(budget, there=True)}"
+        )
+        super().__init__(f"{self.shortage}; {advice}.")
+
+
+def gib(size: float, *, there: bool = False) -> str:
+    """A size in GiB: rounded up, for what is needed, or rounded down, for what is there.
+
+    >>> gib(2.501 * GIB), gib(2.599 * GIB, there=True), gib(5 * MIB)
+    ('2.6 GiB', '2.5 GiB', '0.005 GiB')
+    """
+    digits = 1 if size >= GIB else 3
+    rounded = (math.floor if there else math.ceil)(size / GIB * 10**digits) / 10**digits
+    return f"{rounded:.{digits}f} GiB"
 
 
 def usable(budget: int, *, on_card: bool = True) -> int:
@@ -152,24 +203,9 @@ def plan_update(
     fits = budget is None or resident.peak() <= usable(budget, on_card=on_card)
     if engine == "resident" or (engine is None and fits):
         if not fits:
-            raise UserError(_too_small(resident, budget or 0, "choose --engine layer_major, or leave --engine out"))
+            raise DoesNotFit(resident, budget or 0, "choose --engine layer_major, or leave --engine out")
         return resident
     return _layer_major(shape, size, budget, optimizer_state, bytes_per_weight, compiled, head_block, on_card)
-
-
-def _too_small(plan: Plan, budget: int, advice: str) -> str:
-    phase = max(plan.card, key=lambda name: sum(plan.card[name].values()))
-    needs = plan.peak() / (1 - SLACK) + plan.on_card * CONTEXT
-    return (
-        f"The {plan.engine.replace('_', '-')} engine needs {_gib(needs)} in the phase {phase!r}, but the budget is "
-        f"{_gib(budget)}; {advice}."
-    )
-
-
-def _gib(size: float) -> str:
-    """A size in GiB, rounded up at the third digit."""
-    digits = 1 if size >= GIB else 3
-    return f"{math.ceil(size / GIB * 10**digits) / 10**digits:.{digits}f} GiB"
 
 
 # --- the resident engine
@@ -241,32 +277,52 @@ def _layer_major(shape: ModelShape, size: UpdateSize, budget: int | None, optimi
     # microbatch that is half empty) are left out.
     ladder: list[tuple[dict[str, Any], Plan]] = []
     for tokens in reversed(MICROBATCH_TOKENS):
-        most = min(size.sequences, max(1, tokens // size.longest))
-        # Up to a quarter fewer rows, if the last microbatch is fuller then: all run as if they were full.
-        rows = min(range(most - most // 4, most + 1), key=lambda rows: (-(-size.sequences // rows) * rows, -rows))
-        count = -(-size.sequences // rows)
+        n, count = _fullest(size, max(tokens, size.longest))
         block = min(head_block or HEAD_BLOCK[compiled], max(32, tokens // 4))
-        choice: dict[str, Any] = dict(microbatch_tokens=rows * size.longest, microbatches=count, head_block=block)
+        choice: dict[str, Any] = dict(microbatch_tokens=n, microbatches=count, head_block=block)
         plan = planned(**choice)
         if not ladder or _sent(plan) <= _sent(ladder[-1][1]):
             ladder.append((choice, plan))
     fitting = [i for i, (_, plan) in enumerate(ladder) if plan.peak() <= limit]
     if not fitting:
         smallest = min((plan for _, plan in ladder), key=Plan.peak)
-        raise UserError(
-            _too_small(smallest, budget or 0, "give more, shorten --max-tokens, or lower --generation-batch-size")
-        )
+        raise DoesNotFit(smallest, budget or 0, "give more, shorten --max-tokens, or lower --generation-batch-size")
     choice, plan = ladder[fitting[-1]]
-    if budget is None:
+    if budget is None or plan is not ladder[-1][1]:  # larger pieces come before anything that is kept
         return plan
-    # A plan in smaller pieces keeps only so much that the next larger pieces send less still: with more budget, an
-    # update never sends more.
-    least = _sent(ladder[fitting[-1] + 1][1]) if fitting[-1] + 1 < len(ladder) else 0
     for more in _wishes(shape, size, plan, state_bytes(optimizer_state, bytes_per_weight), bytes_per_weight):
         richer = planned(**choice | more)
-        if richer.peak() <= limit and least <= _sent(richer) < _sent(plan):
+        if richer.peak() <= limit and _sent(richer) < _sent(plan):
             choice, plan = choice | more, richer
     return plan
+
+
+def _fullest(size: UpdateSize, most: int) -> tuple[int, int]:
+    """Tokens of a microbatch, 3/4 of `most` to `most`, and how many the largest batch makes, so that it computes the
+    least padding: every microbatch runs as if it were full.
+    """
+    prompt = size.longest - size.response + 1 if size.group > 1 else 0
+    own = size.longest - prompt
+    groups = -(-size.sequences // size.group)
+    most = max(size.longest, min(most, groups * prompt + size.sequences * own))  # no larger than the batch
+    prompts = range(1, min(groups, most // prompt) + 1) if prompt else [0]
+    rows = range(1, size.sequences + 1)
+    sizes = {p * prompt + r * own for p in prompts for r in rows}
+    sizes = {n for n in sizes if max(size.longest, most * 3 // 4) <= n <= most} or {size.longest}
+    counts = {n: _microbatches(size, n, prompt) for n in sizes}
+    best = min(sizes, key=lambda n: (counts[n] * n, -n))
+    return best, counts[best]
+
+
+def _microbatches(size: UpdateSize, n: int, prompt: int) -> int:
+    """Microbatches of n tokens that `pack` makes of the largest batch, whose groups share `prompt` tokens."""
+    count = room = 0
+    for row in range(size.sequences):
+        needed = size.longest if row % size.group == 0 else size.longest - prompt
+        if needed > room:
+            count, room, needed = count + 1, n, size.longest
+        room -= needed
+    return count
 
 
 def _sent(plan: Plan) -> int:

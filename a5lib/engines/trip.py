@@ -48,7 +48,8 @@ class Trip:
         kept = min(plan.kept if keep_inputs else plan.kept_when_scoring, len(sizes))
         waiting = kept < len(sizes)
         count = layers + waiting if keep_inputs else int(waiting)
-        on_card = min(plan.card_levels, count) if keep_inputs else 0
+        share = min(1.0, plan.microbatches / len(sizes))  # of levels, should more microbatches come than were planned
+        on_card = min(int(plan.card_levels * share), count) if keep_inputs else 0
         levels = [[self._hidden(size) for size in sizes] for _ in range(on_card)]
         levels += engine.levels.get(count - on_card, len(sizes), max(sizes))
         self.hidden = HiddenStates(engine.lanes, sizes, kept, levels, keep_inputs, self._hidden)
