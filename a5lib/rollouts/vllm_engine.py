@@ -1,0 +1,281 @@
+"""A real vLLM engine as the worker has it: weights come out of shared memory, and what it holds is read back.
+
+It runs in the process that makes it, under the Python that has vLLM, and imports nothing of a5lib beyond what lies
+beside it. What differs between versions of vLLM is in `vllm_versions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from a5lib.rollouts import vllm_versions as versions
+from a5lib.rollouts.checksums import Held, checksum, differences
+from a5lib.rollouts.protocol import Refusal
+from a5lib.rollouts.weight_channel import Slot, views
+
+TAGS = ("weights", "kv_cache")
+
+
+class VllmSettings(TypedDict):
+    """How to make the engine.
+
+    model: folder with configuration and tokenizer; weights are not read from it.
+    dtype: of weights and computation, such as "bfloat16"; it must be that of the weights that are sent.
+    max_model_len: longest prompt and response together, in tokens.
+    max_num_seqs: completions that are decoded side by side.
+    top_p: that of the run; below 1, only temperatures 0 and 1 can be served (see `VllmEngine.generate`).
+    kv_cache_bytes: for keys and values; None: what `memory_share` leaves. Needed on the CPU.
+    memory_share: of the whole card, weights included.
+    eager: compute without compiling and without recorded graphs; always so on the CPU.
+    trust_remote_code: run the model folder's own Python code.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    top_p: float
+    kv_cache_bytes: int | None
+    memory_share: float
+    eager: bool
+    trust_remote_code: bool
+
+
+class VllmEngine:
+    """The `WorkerEngine` over vLLM's `LLM`. It starts awake, and generates nothing before weights are in and verified.
+
+    Args:
+        settings: see `VllmSettings`.
+
+    Raises:
+        RuntimeError: vLLM would compute with copies of the weights.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self.card = torch.cuda.is_available()
+        self.card_free = torch.cuda.mem_get_info()[0] if self.card else None
+        versions.prepare_environment(self.card)
+        import vllm
+
+        self.vllm = vllm
+        if not vllm.__version__.startswith(versions.KNOWN):
+            print(
+                f"a5lib was not tried with vLLM {vllm.__version__}, but with {', '.join(versions.KNOWN)}x.", flush=True
+            )
+        if not self.card:
+            versions.switch_off_packing()
+        self.top_p = settings["top_p"]
+        self.llm = vllm.LLM(
+            model=settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_model_len"],
+            max_num_seqs=settings["max_num_seqs"],
+            kv_cache_memory_bytes=settings["kv_cache_bytes"],
+            gpu_memory_utilization=settings["memory_share"],
+            enforce_eager=settings["eager"] or not self.card,
+            trust_remote_code=settings["trust_remote_code"],
+            load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights
+            enable_prefix_caching=True,
+            enable_sleep_mode=self.card,  # refused on the CPU
+            # raw ones are taken before the temperature, processed ones after top-p
+            logprobs_mode="processed_logprobs" if self.top_p == 1 else "raw_logprobs",
+        )
+        self.tokenizer = self.llm.get_tokenizer()
+        self.awake = set(TAGS)
+        self.verified = self.fresh = False
+        self._pinned: Tensor | None = None
+        self._places = self._apply(_places)
+        self._check_own_memory()
+
+    def facts(self) -> dict[str, Any]:
+        """See `WorkerEngine.facts`."""
+        return {
+            "max_model_len": self.llm.model_config.max_model_len,
+            "vllm": self.vllm.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if self.card else "cpu",
+            "card_free": self.card_free,
+        }
+
+    def wake(self, tag: str) -> None:
+        """See `WorkerEngine.wake`; it does nothing for what is awake."""
+        if tag not in TAGS:
+            raise Refusal(f"There is no {tag!r} to wake; there are {' and '.join(TAGS)}.")
+        if tag in self.awake:
+            return
+        if self.card:
+            self.llm.wake_up([tag])
+        self.awake.add(tag)
+
+    def load(self, slots: Sequence[Slot], buffer: Tensor, checksums: dict[str, int]) -> list[Held]:
+        """See `WorkerEngine.load`. A tensor that does not fit is left out, and so differs in the answer."""
+        if "weights" not in self.awake:
+            raise Refusal('The engine is asleep; wake "weights" before a load, so that there is room for them.')
+        self.verified = self.fresh = False
+        self._pin(buffer)
+        held = self._apply(lambda model: _load(model, slots, views(slots, buffer)))
+        self._check_own_memory()
+        self.verified = not differences(slots, checksums, held)
+        return held
+
+    def reset_prefix_cache(self) -> None:
+        """See `WorkerEngine.reset_prefix_cache`."""
+        if "kv_cache" not in self.awake:
+            raise Refusal(
+                'The engine has no room for keys and values; wake "kv_cache" before the prefix cache is reset.'
+            )
+        if not self.llm.reset_prefix_cache():
+            raise Refusal("The prefix cache cannot be reset while a completion is unfinished.")
+        self.fresh = True
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        stop: Sequence[str],
+        seeds: Sequence[Sequence[int]],
+        progress: Callable[[int], object],
+    ) -> list[dict[str, Any]]:
+        """See `WorkerEngine.generate`.
+
+        Each completion is a request of its own, since vLLM gives the n of one request neighbouring seeds; they share
+        the prompt's keys and values through the prefix cache.
+
+        Raises:
+            Refusal: the weights are not verified, or the log-probabilities asked for are not to be had.
+        """
+        self._check_ready(temperature, top_p)
+        params = [
+            self.vllm.SamplingParams(
+                seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=list(stop),
+                include_stop_str_in_output=True, detokenize=bool(stop), logprobs=0, flat_logprobs=True,
+            )
+            for of_prompt in seeds for seed in of_prompt
+        ]  # fmt: skip
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+        outputs = self.llm.generate(requests, params, use_tqdm=versions.FinishedBar(progress))
+        return [self._completion(output.outputs[0], stop) for output in outputs]
+
+    def sleep(self, level: int) -> None:
+        """See `WorkerEngine.sleep`. On the CPU there is nothing to free: it is noted, and the weights stay."""
+        if left := versions.unfinished(self.llm):
+            raise Refusal(f"The engine is busy: {left} completions are unfinished; it cannot sleep before they are.")
+        if not self.awake:
+            return
+        self.awake, self.verified, self.fresh = set(), False, False
+        if self.card:
+            self.llm.sleep(level=level)
+        else:
+            print(f"Sleep level {level} exists on a card only; this engine keeps its memory.", flush=True)
+
+    def memory(self) -> dict[str, int | None]:
+        """See `WorkerEngine.memory`."""
+        import psutil
+
+        free, total = torch.cuda.mem_get_info() if self.card else (None, None)
+        return {"card_free": free, "card_total": total, "host": psutil.Process().memory_info().rss}
+
+    def close(self) -> None:
+        """See `WorkerEngine.close`."""
+        versions.shut_down(self.llm)
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+            self._pinned = None
+
+    def _apply(self, function: Callable[[nn.Module], Any]) -> Any:
+        return self.llm.apply_model(function)[0]
+
+    def _pin(self, buffer: Tensor) -> None:
+        """Lock the channel's memory where it lies, so that a card reads it at full speed; slower without."""
+        if not self.card or self._pinned is not None:
+            return
+        fault = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        if int(fault):
+            print(f"The weight channel could not be pinned (CUDA error {int(fault)}); loads are slower.", flush=True)
+            return
+        self._pinned = buffer
+
+    def _check_own_memory(self) -> None:
+        """The engine computes with the memory that is read back: with its parameters, where they have always been."""
+        names = self._apply(versions.packed_layers)
+        if names:
+            raise RuntimeError(f"vLLM computes {names[0]} and {len(names) - 1} others with packed copies of weights.")
+        places = self._apply(_places)
+        if empty := [name for name, (_, size) in places.items() if size == 0]:
+            raise RuntimeError(f"vLLM left {empty[0]} and {len(empty) - 1} other parameters empty.")
+        if moved := [name for name, place in places.items() if place != self._places.get(name)]:
+            raise RuntimeError(
+                f"vLLM moved {moved[0]} and {len(moved) - 1} others; recorded graphs read the old place."
+            )
+
+    def _check_ready(self, temperature: float, top_p: float) -> None:
+        if not self.verified:
+            raise Refusal("The engine's weights are not verified; load them before it generates.")
+        if "kv_cache" not in self.awake:
+            raise Refusal('The engine has no room for keys and values; wake "kv_cache" before it generates.')
+        if not self.fresh:
+            raise Refusal("The prefix cache may hold keys and values of older weights; reset it before it generates.")
+        if (top_p == 1) != (self.top_p == 1):
+            raise Refusal(f"The engine was made for top-p {self.top_p:g} and cannot serve {top_p:g}; make a new one.")
+        if top_p < 1 and temperature not in (0, 1):
+            raise Refusal(
+                f"vLLM gives log-probabilities before the temperature or after top-p, so temperature {temperature:g} "
+                f"needs top-p 1, and top-p {top_p:g} needs temperature 1."
+            )
+
+    def _completion(self, output: Any, stop: Sequence[str]) -> dict[str, Any]:
+        ids, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
+        if list(output.logprobs.token_ids) != ids or output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"vLLM gave {len(log_probs)} log-probabilities for {len(ids)} tokens, and the finish reason "
+                f"{output.finish_reason!r}."
+            )
+        # As the transformers backend decodes: vLLM's own text leaves out a character that is not complete.
+        known = [i for i in ids if i < len(self.tokenizer)]
+        text = self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ends = [text.find(s) + len(s) for s in stop if s in text]
+        return {
+            "token_ids": ids,
+            "log_probs": log_probs,
+            "text": text[: min(ends)] if ends else text,
+            "finish_reason": output.finish_reason,
+        }
+
+
+def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Address and size of every parameter."""
+    return {name: (p.data_ptr(), p.numel()) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@torch.no_grad()
+def _load(model: Any, slots: Sequence[Slot], weights: dict[str, Tensor]) -> list[Held]:
+    """Load the tensors that fit, then read everything back."""
+    names = {versions.engine_name(model, slot.name): slot.name for slot in slots}
+    held = list(versions.parts(model))
+    form = {name: (part.shape, part.dtype) for name, _, part in held}
+    model.load_weights([(name, weights[name]) for own, name in names.items() if form.get(own) == _form(weights[name])])
+    # A tied head is the embedding under a second name; the trainer knows the first alone.
+    first: dict[int, str] = {}
+    for name, _, part in held:
+        if name in names:
+            first.setdefault(part.data_ptr(), names[name])
+    rows = []
+    for name, where, part in held:
+        known = names.get(name) or first.get(part.data_ptr()) or name
+        rows.append((known, where, part, checksum(part)))  # the host waits for the card once, below
+    return [
+        Held(name, tuple(part.shape), str(part.dtype).removeprefix("torch."), int(value), where)
+        for name, where, part, value in rows
+    ]
+
+
+def _form(weight: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return weight.shape, weight.dtype
