@@ -6,11 +6,13 @@ back the tokens that were sampled with their log-probabilities.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from a5lib.errors import UserError
 from a5lib.records import Completion
 
 
@@ -43,3 +45,41 @@ class RolloutBackend(Protocol):
     def release(self) -> None:
         """Free what is held on the card for generation; `sync` takes it back."""
         ...
+
+
+def completion_seed(seed: int, prompt: int, completion: int) -> int:
+    """The seed of one completion, from 0 to 2**63 - 1: 63 bits of the SHA-256 of the call's seed and its two numbers.
+
+    No two completions of a call share one, so a group's responses differ, and the same call repeats them.
+
+    >>> completion_seed(0, 0, 0) != completion_seed(0, 0, 1) != completion_seed(0, 1, 0)
+    True
+    """
+    digest = hashlib.sha256(f"{seed} {prompt} {completion}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def check_lengths(prompts: Sequence[list[int]], max_tokens: int, context: int) -> None:
+    """Refuse prompts that leave no room for `max_tokens` in a context of so many tokens, before any work.
+
+    Raises:
+        UserError: a prompt is empty or too long; it names the prompts by number, from 0.
+    """
+    empty = [i for i, p in enumerate(prompts) if not p]
+    if empty:
+        raise UserError(f"Prompt {empty[0]} has no tokens; every prompt needs at least one.")
+    long = [i for i, p in enumerate(prompts) if len(p) + max_tokens > context]
+    if not long:
+        return
+    worst = max(long, key=lambda i: len(prompts[i]))
+    longest = len(prompts[worst])
+    numbers = ", ".join(map(str, long[:10])) + (", ..." if len(long) > 10 else "")
+    what = f"{len(long)} prompt(s), number {numbers}, do not fit:"
+    if longest >= context:
+        raise UserError(
+            f"{what} prompt {worst} has {longest} tokens and the model's context is {context}; shorten the prompts."
+        )
+    raise UserError(
+        f"{what} up to {longest} prompt tokens and --max-tokens {max_tokens} exceed the model's context of {context}; "
+        f"use --max-tokens {context - longest} or fewer, or shorter prompts."
+    )

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
-from a5lib.errors import UserError
 from a5lib.records import Completion
+from a5lib.rollouts import check_lengths
 
 KEEP_UNTIL = 7 / 8  # finished rows are dropped when no more than this share is still being decoded
 
@@ -149,7 +149,7 @@ class TransformersRollouts:
         """
         if self.synced_step is None:
             raise RuntimeError("generate() was called before sync(): the weights are unknown; call sync() first.")
-        _check_lengths(prompts, max_tokens, self.model.config.max_position_embeddings)
+        check_lengths(prompts, max_tokens, self.model.config.max_position_embeddings)
         uniform = torch.rand(len(prompts) * n, max_tokens, generator=torch.Generator().manual_seed(seed))
         ending = self._pieces_that_may_end(stop)
         was_training = self.model.training
@@ -299,22 +299,6 @@ def _left_pad(prompts: Sequence[list[int]], pad_id: int, device: torch.device) -
     ids = [[pad_id] * (width - len(p)) + p for p in prompts]
     mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def _check_lengths(prompts: Sequence[list[int]], max_tokens: int, context: int) -> None:
-    empty = [i for i, p in enumerate(prompts) if not p]
-    if empty:
-        raise UserError(f"Prompt {empty[0]} has no tokens; every prompt needs at least one.")
-    long = [i for i, p in enumerate(prompts) if len(p) + max_tokens > context]
-    if long:
-        longest = max(len(prompts[i]) for i in long)
-        raise UserError(
-            f"{len(long)} prompt(s), the first of them number {long[0]}, do not fit: up to {longest} prompt tokens and "
-            f"--max-tokens {max_tokens} exceed the model's context of {context}; use --max-tokens {context - longest} "
-            "or fewer, or shorter prompts."
-            if longest < context
-            else f"Prompt {long[0]} has {longest} tokens and the model's context is {context}; shorten the prompt."
-        )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
