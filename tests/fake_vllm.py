@@ -74,7 +74,7 @@ class FakeEngine:
                 continue  # every call succeeds, and the old values stay
             self.weights[own] = torch.cat([t for _, t in members]) if len(members) > 1 else members[0][1].clone()
         if fault == "changed value":
-            self.weights["model.layers.1.mlp.gate_up_proj.weight"].view(torch.int32)[100, 3] ^= 1
+            self.weights["model.layers.1.mlp.gate_up_proj.weight"].view(torch.int32)[-1, 3] ^= 1  # one bit
         held = self.held(sent, places)
         if fault == "missing tensor":
             held = [row for row in held if row.name != "model.layers.0.self_attn.k_proj.weight"]

@@ -160,7 +160,7 @@ def _reserve(size: int) -> int:
 
 def _unlinked_file() -> int:
     """Where the system has no anonymous files: one of an unguessable name, which it loses at once."""
-    descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+    descriptor, name = tempfile.mkstemp(prefix="a5lib-weights-", dir="/dev/shm")
     os.unlink(name)
     return descriptor
 
