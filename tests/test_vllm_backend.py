@@ -291,6 +291,8 @@ def test_release_and_close_are_harmless_at_any_time(tmp_path):
         backend.release()
     backend.release()
     backend.close()
+    with pytest.raises(RuntimeError, match="has been closed; make a new one"):
+        backend.sync(rig.weights.items(), 1)
     assert held() == before
 
 

@@ -110,6 +110,19 @@ def test_the_engine_is_killed(rig):
     assert said.endswith("The worker ended: killed by SIGKILL.")
 
 
+@pytest.mark.parametrize("victim", ["engine", "guard"])
+def test_a_worker_that_is_killed_while_it_sleeps(rig, victim):
+    before = rig.cycle()
+    first = rig.pids()
+    os.kill(first[victim], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="died during 'wake'"):
+        rig.cycle()
+    rig.backend.release()  # as a loop does that cleans up: there is nothing to do
+    assert not survivors(first)
+    assert held() == IDLE
+    assert rig.cycle() == before
+
+
 def test_the_guard_is_killed(rig):
     assert "died during 'generate'" in sentence(rig, "generate", "guard killed")
 

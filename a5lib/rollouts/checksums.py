@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from a5lib.rollouts.weight_channel import Slot
 
 BLOCK = 4096  # words that one sum takes in
-CPU_PART, CARD_PART = 2**18, 2**22  # words worked on at a time, so that the products stay in a cache, or are few
+CPU_PART, CARD_PART = 2**16, 2**22  # words worked on at a time: by a thread, so that products stay in its cache
 
 
 class Held(NamedTuple):
@@ -62,7 +62,7 @@ def checksum(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     level = 0
     while True:
         keys = _keys(level, device)
-        part_size = CPU_PART if device.type == "cpu" else CARD_PART
+        part_size = CPU_PART * torch.get_num_threads() if device.type == "cpu" else CARD_PART
         sums = []
         for part in words.split(part_size):
             part = part.to(device, non_blocking=True)

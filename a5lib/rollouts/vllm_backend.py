@@ -197,6 +197,8 @@ class VllmColocated:
             self._turn.release()
 
     def _start(self) -> None:
+        if self.channel.descriptor < 0:
+            raise RuntimeError("This backend has been closed; make a new one.")
         if self._worker is not None and self._worker.alive:
             return
         self._awake, self.synced_step = False, None
