@@ -81,6 +81,9 @@ class VllmEngine:
             load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights
             enable_prefix_caching=True,
             enable_sleep_mode=self.card,  # refused on the CPU
+            # A seeded request whose prompt is cut in pieces ends vLLM on the CPU: its generators cannot be wound back.
+            enable_chunked_prefill=self.card,
+            max_num_batched_tokens=None if self.card else max(4096, settings["max_model_len"]),
             # raw ones are taken before the temperature, processed ones after top-p
             logprobs_mode="processed_logprobs" if self.top_p == 1 else "raw_logprobs",
         )
@@ -150,7 +153,7 @@ class VllmEngine:
         the prompt's keys and values through the prefix cache.
 
         Raises:
-            Refusal: the weights are not verified, or the log-probabilities asked for are not to be had.
+            Refusal: the weights are not verified, or vLLM does not have what is asked for.
         """
         self._check_ready(temperature, top_p)
         params = [
@@ -225,6 +228,8 @@ class VllmEngine:
             raise Refusal("The prefix cache may hold keys and values of older weights; reset it before it generates.")
         if (top_p == 1) != (self.top_p == 1):
             raise Refusal(f"The engine was made for top-p {self.top_p:g} and cannot serve {top_p:g}; make a new one.")
+        if temperature != 0 and not 0.01 <= temperature <= 2:  # it would raise the one and refuse the other
+            raise Refusal(f"vLLM does not sample at temperature {temperature:g}; use 0, or from 0.01 to 2.")
         if top_p < 1 and temperature not in (0, 1):
             raise Refusal(
                 f"vLLM gives log-probabilities before the temperature or after top-p, so temperature {temperature:g} "
@@ -258,7 +263,7 @@ def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
 @torch.no_grad()
 def _load(model: Any, slots: Sequence[Slot], weights: dict[str, Tensor]) -> list[Held]:
     """Load the tensors that fit, then read everything back."""
-    names = {versions.engine_name(model, slot.name): slot.name for slot in slots}
+    names = {versions.engine_name(model, slot.name) or slot.name: slot.name for slot in slots}
     held = list(versions.parts(model))
     form = {name: (part.shape, part.dtype) for name, _, part in held}
     model.load_weights([(name, weights[name]) for own, name in names.items() if form.get(own) == _form(weights[name])])

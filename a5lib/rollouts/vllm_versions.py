@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 KNOWN = ("0.24.", "0.32.")  # beginnings of the versions that this was written for
+
+
+def known() -> str:
+    """The same in words.
+
+    >>> known()
+    '0.24.x and 0.32.x'
+    """
+    return " and ".join(f"{version}x" for version in KNOWN)
 
 
 def prepare_environment(card: bool) -> None:
@@ -40,9 +49,7 @@ def switch_off_packing() -> None:
     from vllm.model_executor.layers import utils
 
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise RuntimeError(
-            f"This vLLM packs weights in a way that a5lib does not know; use one of {', '.join(KNOWN)}x."
-        )
+        raise RuntimeError(f"This vLLM packs weights in a way that a5lib does not know; use {known()}.")
 
     def leave_unpacked(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
@@ -84,7 +91,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         above, _, own = path.rpartition(".")
         module = model.get_submodule(path)
         if own in packed and hasattr(module, "output_sizes"):
-            sizes = list(module.output_sizes)
+            sizes = list(cast(list[int], module.output_sizes))
             if sum(sizes) != len(parameter) or len(sizes) != len(packed[own]):
                 yield name, name, parameter  # in a form that is not known here; its shape will be objected to
                 continue
@@ -93,7 +100,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield f"{above}.{part}.{leaf}", f"{name}[{rows}:{rows + len(piece)}]", piece
                 rows += len(piece)
         elif hasattr(module, "org_vocab_size"):
-            vocabulary = int(module.org_vocab_size)  # rows beyond it fill the last block up
+            vocabulary = cast(int, module.org_vocab_size)  # rows beyond it fill the last block up
             rows_used = "" if len(parameter) == vocabulary else f"[0:{vocabulary}]"
             yield name, name + rows_used, parameter[:vocabulary]
         else:

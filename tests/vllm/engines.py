@@ -1,0 +1,42 @@
+"""The real engine with one fault each. The worker loads these by the path of this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from a5lib.rollouts import vllm_versions
+from a5lib.rollouts.vllm_engine import VllmEngine
+
+
+class ForgetfulEngine(VllmEngine):
+    """It leaves the prefix cache as it is for as long as the file `settings["forget"]` is there."""
+
+    def __init__(self, settings: Any) -> None:
+        self.forget = Path(settings["forget"])
+        super().__init__(settings)
+
+    def reset_prefix_cache(self) -> None:
+        if self.forget.exists():
+            self.fresh = True
+        else:
+            super().reset_prefix_cache()
+
+
+class PackedHeadEngine(VllmEngine):
+    """Its head computes with a packed copy, as vLLM's does by itself on the CPU; every weight can be loaded."""
+
+    def __init__(self, settings: Any) -> None:
+        from vllm.model_executor.layers import utils
+
+        pack, switch_off = utils.dispatch_cpu_unquantized_gemm, vllm_versions.switch_off_packing
+
+        def switch_off_but_for_the_head() -> None:
+            switch_off()
+            leave = utils.dispatch_cpu_unquantized_gemm
+            utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: (leave if remove_weight else pack)(
+                layer, remove_weight
+            )
+
+        vllm_versions.switch_off_packing = switch_off_but_for_the_head
+        super().__init__(settings)
