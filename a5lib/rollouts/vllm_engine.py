@@ -63,9 +63,7 @@ class VllmEngine:
 
         self.vllm = vllm
         if not vllm.__version__.startswith(versions.KNOWN):
-            print(
-                f"a5lib was not tried with vLLM {vllm.__version__}, but with {', '.join(versions.KNOWN)}x.", flush=True
-            )
+            print(f"a5lib knows vLLM {versions.known()}; this is {vllm.__version__}, untried.", flush=True)
         if not self.card:
             versions.switch_off_packing()
         self.top_p = settings["top_p"]
