@@ -145,9 +145,9 @@ def test_generation_needs_the_weights_again_where_they_live_on_the_host():
 
 
 SIZES = {
-    "on-policy": UpdateSize(64, 672, 512),
+    "on-policy": UpdateSize(64, 672, 512, group=8),
     "large": UpdateSize(256, 672, 512),
-    "off-policy": UpdateSize(8, 672, 512, scored=256),
+    "off-policy": UpdateSize(8, 672, 512, scored=256, group=8),
     "odd": UpdateSize(13, 712, 512, scored=104),
     "long": UpdateSize(8, 8192, 8000, scored=8),
 }
@@ -177,6 +177,7 @@ def test_every_budget_is_kept_and_more_of_it_never_costs(name, state):
         assert made.peak() <= usable(budget)
         if last is not None:
             assert sum(made.traffic.values()) <= sum(last.traffic.values()), f"more is sent at {budget / GIB} GiB"
+            assert made.microbatch_tokens >= last.microbatch_tokens or made.engine == "resident"
             assert stays(made, OLMO2_1B) >= stays(last, OLMO2_1B), f"less stays at {budget / GIB} GiB"
         last = made
     assert last is not None
@@ -235,9 +236,27 @@ def test_what_generation_needs_is_refused_by_its_phase():
 
 
 def test_without_a_budget_nothing_is_kept_and_pieces_are_large():
-    made = plan_update(OLMO2_1B, SIZES["on-policy"], engine="layer_major")
+    made = plan_update(OLMO2_1B, UpdateSize(64, 672, 512), engine="layer_major")
     assert (made.kept, made.card_levels, made.resident) == (1, 0, frozenset())
-    assert (made.microbatch_tokens, made.microbatches, made.head_block) == (5376, 8, 1024)
+    assert (made.microbatch_tokens, made.microbatches, made.head_block) == (5376, 8, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 24, 40])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_microbatches_are_counted_as_they_are_packed(rows, group):
+    size = UpdateSize(rows, longest=30, response=18, group=group)  # a prompt of 13 tokens and 17 of its own
+    ids = torch.randint(2, 50, (rows, 31), generator=torch.Generator().manual_seed(0))
+    ids[:, :13] = torch.arange(rows)[:, None] // group
+    mask = (torch.arange(30) >= 12).expand(rows, -1)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask, "advantages": torch.ones(rows)}
+    for tokens in (30, 64, 100, 257, 10_000):
+        n, count = plan._fullest(size, tokens)
+        assert n <= max(30, tokens)
+        packed = packing.pack(batch, n)
+        assert len(packed) == count
+        assert max(len(m.ids) for m in packed) <= n
+        whole = rows * 30 if group == 1 else -(-rows // group) * 13 + rows * 17
+        assert n <= whole, "room for more tokens than there are"
 
 
 def test_what_waits_while_scoring_is_kept_before_layers_only_if_few_updates_share_it():
