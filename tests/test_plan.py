@@ -133,6 +133,31 @@ def test_the_resident_engine_by_phase():
     assert made.microbatches == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "worst"),
+    [
+        # two rows of 5 tokens; a layer keeps 2 * 52 + 4 * 34 = 240 bytes a token; its matrices' gradients are 3 * 64
+        ({"head": "fused"}, {"layer at work": 10 * 240, "gradient before it is added": 3 * 4 * 8 * 2}),
+        ({"head": "full", "recompute_layers": False},
+         {"layer at work": 2 * 10 * 240, "gradient before it is added": 10 * 4 * 2, "logits": 10 * 10 * 20}),
+    ],
+)  # fmt: skip
+def test_the_worst_moment_of_the_resident_engine(options, worst):
+    size = UpdateSize(sequences=4, longest=5, response=3)
+    made = plan_update(TINY, size, engine="resident", optimizer_state="bf16", microbatch=2, **options)
+    inputs = (3 if options.get("recompute_layers", True) else 1) * 10 * 4 * 2
+    kept = {"libraries' workspace": WORKSPACE, "weights": 800, "gradients": 800, "optimizer state": 1600}
+    assert made.card["update"] == kept | {"layer inputs": inputs} | worst
+
+
+def test_a_large_head_in_blocks_is_worse_than_a_layer():
+    size = UpdateSize(sequences=4, longest=5, response=3)
+    shape = dataclasses.replace(TINY, vocabulary=1000)
+    update = plan_update(shape, size, engine="resident", head_block=2).card["update"]
+    assert (update["gradient before it is added"], update["logits"]) == (3 * 1000 * 4 * 2, 2 * 1000 * 20)
+    assert "layer at work" not in update
+
+
 def test_generation_needs_the_weights_again_where_they_live_on_the_host():
     size = UpdateSize(sequences=4, longest=5, response=3, decoded=2)
     made = plan_update(TINY, size, engine="layer_major")
@@ -535,6 +560,34 @@ def test_the_embeddings_gradient_is_not_underestimated():
     work = plan._card(made, wide, UpdateSize(1, 128, 100), "bf16", 2)["update"]
     assert work["embedding's gradient"] >= LOG["embedding_gradient_mib"] * MIB
     assert LOG["cublas_workspace_mib"] * MIB == plan.WORKSPACE
+
+
+MEASURED = [
+    row
+    for row in map(json.loads, (ROOT / "runs/bench-update/rows.jsonl").read_text(encoding="utf-8").splitlines())
+    if row["error"] is None and row["plan"] is not None
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["variant"]["name"])
+def test_peaks_of_the_benchmark_are_predicted_within_a_twentieth(row):
+    variant, settings, used = row["variant"], row["variant"]["settings"], row["plan"]
+    shape = ModelShape.of(published_config(variant["model"]))
+    scored = variant["scoring"] or settings.get("algorithm", "grpo").startswith("offpolicy_")
+    size = UpdateSize(variant["sequences"], variant["tokens"], variant["response"],
+                      scored=variant["sequences"] if scored else 0, group=variant["group_size"])  # fmt: skip
+    state, phase = settings.get("optimizer_state", "bf16"), "score" if variant["scoring"] else "update"
+    if used["engine"] == "resident":
+        made = plan_update(
+            shape, size, engine="resident", optimizer_state=state,
+            microbatch=used["microbatch_tokens"] // used["longest"], recompute_layers=settings["recompute_layers"], head=settings["head"], head_block=used["head_block"],
+        )  # fmt: skip
+        predicted = made.peak(phase)
+    else:
+        fields = {f.name: used[f.name] for f in dataclasses.fields(Plan) if f.name in used}
+        made = Plan(**fields | {"resident": frozenset(used["resident"])})
+        predicted = sum(plan._card(made, shape, size, state, 2)[phase].values())
+    assert abs(predicted / row["phases"]["accumulate"]["allocated"] - 1) < 0.05
 
 
 # --- speed
