@@ -578,9 +578,10 @@ def test_peaks_of_the_benchmark_are_predicted_within_a_twentieth(row):
                       scored=variant["sequences"] if scored else 0, group=variant["group_size"])  # fmt: skip
     state, phase = settings.get("optimizer_state", "bf16"), "score" if variant["scoring"] else "update"
     if used["engine"] == "resident":
+        rows = used["microbatch_tokens"] // used["longest"]
         made = plan_update(
-            shape, size, engine="resident", optimizer_state=state,
-            microbatch=used["microbatch_tokens"] // used["longest"], recompute_layers=settings["recompute_layers"], head=settings["head"], head_block=used["head_block"],
+            shape, size, engine="resident", optimizer_state=state, microbatch=rows, head_block=used["head_block"],
+            recompute_layers=settings["recompute_layers"], head=settings["head"],
         )  # fmt: skip
         predicted = made.peak(phase)
     else:
