@@ -168,7 +168,8 @@ def make_request(
 
 
 def print_plan(request: Request, vram: str | None, console: Console) -> None:
-    """Plan for a card, and print the ledger, the choice, the host's memory and the time of the copies.
+    """Plan for a card, and print the ledger, the choice, the host's memory and the time of the copies. Taught in
+    notebook 09.
 
     Raises:
         UserError: nothing fits; names the nearest setting that does.
@@ -295,7 +296,7 @@ class CardRow:
 
 def card_rows(request: Request, sizes: Sequence[int] = COMMON_SIZES) -> list[CardRow]:
     """One row for each size of card in gigabytes. So many responses are decoded side by side as fit, but no more than
-    the request says, and that by halves.
+    the request says, and that by halves. Taught in notebook 09.
     """
     rows = []
     for gigabytes in sizes:

@@ -84,7 +84,7 @@ def checked_plan(
 
 
 def check(plan: Plan, facts: Facts) -> None:
-    """Refuse a plan that does not fit the machine; `checked_plan` names a setting that does.
+    """Refuse a plan that does not fit the machine; `checked_plan` names a setting that does. Taught in notebook 09.
 
     Raises:
         UserError: card or host memory is short.
@@ -318,6 +318,7 @@ def measure_link(device: torch.device, seconds: Callable[[Tensor, Tensor], float
         return source.numel() / statistics.median(time_copy(target, source) for _ in range(COPIES))
 
     card = torch.empty(PINNED_BYTES, dtype=torch.uint8, device=device)
-    pinned = HostMemory(device).empty(PINNED_BYTES, torch.uint8)
+    memory = HostMemory(device)  # it takes its pins with it when it goes
+    pinned = memory.empty(PINNED_BYTES, torch.uint8)
     pageable = torch.ones(PAGEABLE_BYTES, dtype=torch.uint8)
     return Link(speed(card, pinned), speed(pinned, card), speed(card[:PAGEABLE_BYTES], pageable))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from a5lib import machine
+from a5lib.engines import host
 from a5lib.engines.plan import CONTEXT, GIB, MIB, DoesNotFit, UpdateSize, plan_update
 from a5lib.errors import UserError
 from a5lib.memory import OLMO2_1B
@@ -211,6 +212,25 @@ def test_a_machine_without_shared_memory_has_none():
 
 def test_there_is_no_link_on_the_cpu():
     assert measure_link(torch.device("cpu")) is None
+
+
+def test_the_memory_of_a_measured_copy_stays_pinned(monkeypatch):
+    pins: list[bool] = []
+
+    class Pinned(host.HostMemory):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            pins.append(True)
+
+        def __del__(self) -> None:
+            pins.clear()
+
+    def timed(target: torch.Tensor, source: torch.Tensor) -> float:
+        assert pins, "the pin was given back before the copy"
+        return 1.0
+
+    monkeypatch.setattr(host, "HostMemory", Pinned)
+    assert measure_link(torch.device("meta"), timed) is not None
 
 
 def test_a_link_is_the_median_of_five_copies_each_way():
