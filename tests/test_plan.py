@@ -509,7 +509,6 @@ def test_every_byte_that_travels_was_planned(monkeypatch, family, tied, algorith
 
 def test_numbers_that_are_written_twice_are_equal():
     assert (plan.RING, plan.RING_WHEN_KEPT) == (hidden.RING, hidden.RING_WHEN_KEPT)
-    assert plan.SEGMENTS == packing.SEGMENTS
     assert plan.ADAMW_BLOCK == optimizers.BLOCK
 
 
