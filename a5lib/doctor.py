@@ -31,6 +31,7 @@ from rich.text import Text
 from a5lib import machine
 from a5lib.engines.plan import gib
 from a5lib.errors import UserError
+from a5lib.memory import STATE_BYTES
 from a5lib.plan_command import make_request
 from a5lib.preflight import Facts, checked_plan, host_needed
 
@@ -52,8 +53,7 @@ OLDEST_DRIVER: dict[int, int] = {11: 450, 12: 525, 13: 580}  # NVIDIA driver by 
 FIRST_WITH_BFLOAT16: Capability = (8, 0)
 
 # A rule of thumb for a model that stays on the card as a whole (the resident engine).
-OLMO2_1B_PARAMETERS = 1_484_916_736
-BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 8}  # bf16 weight and gradient, plus AdamW's state by --optimizer-state
+WEIGHT_AND_GRADIENT = 4  # bytes a parameter, both bfloat16; AdamW's state comes on top
 CARD_RESERVE = 1.75 * GIB  # CUDA's own context, activations and the head's blocks of one sequence at a time
 SMALL_SHM = GIB
 SMALL_HOST_MEMORY = 4 * GIB
@@ -375,11 +375,12 @@ def _card_memory(card: Card, subject: str, host_free: int) -> Finding:
     if card.free is None or card.total is None:
         return Finding("ok", subject, "the driver does not say how much; it may be the host's")
     room = max(0.0, card.free - CARD_RESERVE)
-    billions = {state: room / size / 1e9 for state, size in BYTES_PER_PARAMETER.items()}
+    states = STATE_BYTES["fp32"], STATE_BYTES["bf16_stochastic"]
+    fp32, bf16 = (room / (WEIGHT_AND_GRADIENT + state) / 1e9 for state in states)
     sizes = f"{_gib(card.free)} free of {_gib(card.total)}"
     fits = (
-        f"a model of up to {billions['fp32']:.1f} billion parameters trains with all of it on the card, "
-        f"up to {billions['bf16']:.1f} billion with --optimizer-state bf16_stochastic; a larger one comes to the card "
+        f"a model of up to {fp32:.1f} billion parameters trains with all of it on the card, "
+        f"up to {bf16:.1f} billion with --optimizer-state bf16_stochastic; a larger one comes to the card "
         f"layer by layer. {_verdict(card, card.free, host_free)}"
     )
     if card.free < card.total / 2:
