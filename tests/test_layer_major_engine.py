@@ -225,8 +225,7 @@ def test_steps_do_not_depend_on_the_bucket_not_even_when_they_are_rounded_at_ran
     assert same_bits(*weights)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("state", STATE_PRECISIONS)
+@pytest.mark.parametrize(("state", "recompute"), [*((state, False) for state in STATE_PRECISIONS), ("fp32", True)])
 def test_in_bfloat16_steps_are_those_of_the_resident_engine_bit_for_bit(state: Any, recompute: bool) -> None:
     """Where every sum is done in the same order, rounding is the same too. That takes:
 
@@ -372,6 +371,10 @@ def test_a_batch_of_one_or_two_rows(rows: list[int]) -> None:
     wanted_loss, wanted = plain_gradients(tiny_olmo2(), batch, config())
     assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
     assert_gradients(engine, wanted)
+
+
+def test_a_single_microbatch_need_not_be_kept_by_the_plan() -> None:
+    check("offpolicy_clip", False, microbatch_tokens=500, kept=0, kept_when_scoring=0)
 
 
 def test_only_rows_without_a_response_are_a_batch_with_nothing_to_train() -> None:
