@@ -358,6 +358,49 @@ def probe_command(
     return int(not found.passed)
 
 
+def plan_command(
+    model: str = "olmo2-1b",
+    vram: str | None = None,
+    sequences: int | None = None,
+    prompt_tokens: int = 160,
+    max_tokens: int | None = None,
+    algorithm: str = "grpo",
+    optimizer_state: OptimizerState = "fp32",
+    engine: EngineName | None = None,
+    generation_batch_size: int | None = None,
+    cards: bool = False,
+) -> int:
+    """Say what a run would keep on the card and on the host, and whether it fits, without starting it.
+
+    Exit codes: 0 there is a plan, 2 nothing fits; the sentence names the nearest setting that does.
+
+    Args:
+        model: A published size, such as olmo2-1b, llama3.1-8b, qwen3-4b or toy; a folder; or an id.
+        vram: GiB of the card, or its name, such as 8 or "RTX 4060" (default: what is free on the card here).
+        sequences: Responses in one optimizer step (default: those of `a5 train` with this algorithm).
+        prompt_tokens: Tokens of the longest prompt.
+        max_tokens: Longest response in tokens (toy 80, otherwise 512).
+        algorithm: Preset, as of `a5 train`; off-policy ones score a rollout batch first.
+        optimizer_state: Precision of AdamW's state.
+        engine: What holds weights, gradients and optimizer state (default: resident if it fits).
+        generation_batch_size: Responses decoded side by side, 0 for none on this card (toy 256, otherwise 32).
+        cards: Print what fits on each common size of card instead.
+    """
+    from a5lib.plan_command import make_request, print_cards, print_plan
+
+    if cards and vram is not None:
+        raise UserError("--cards prints every common size of card; leave --vram out, or leave --cards out.")
+    request = make_request(
+        model=model, algorithm=algorithm, sequences=sequences, prompt_tokens=prompt_tokens, max_tokens=max_tokens,
+        generation_batch_size=generation_batch_size, optimizer_state=optimizer_state, engine=engine,
+    )  # fmt: skip
+    if cards:
+        print_cards(request, console)
+    else:
+        print_plan(request, vram, console)
+    return 0
+
+
 def gsm8k_command(
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("data"),
 ) -> int:
@@ -558,6 +601,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": doctor_command,
     "bench toy": bench_toy_command,
     "bench update": bench_update_command,
+    "plan": plan_command,
     "probe": probe_command,
     "course status": course_status_command,
     "course check": course_check_command,

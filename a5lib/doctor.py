@@ -1,7 +1,7 @@
 """What this machine can run: a list of findings, each with the exact command that mends it; `a5 doctor` prints them.
 
 `Probe` reads the facts one by one, `diagnose` judges them, `print_findings` shows them. Works without a card and
-without a network. Knows nothing about a run: what a model needs in detail is the business of the memory ledger.
+without a network. Whether a model fits the card and the host is asked of the plan (`a5lib.preflight`), for one model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from rich.table import Table
 from rich.text import Text
 
 from a5lib import machine
+from a5lib.engines.plan import gib
+from a5lib.errors import UserError
+from a5lib.memory import STATE_BYTES
+from a5lib.plan_command import make_request
+from a5lib.preflight import Facts, checked_plan, host_needed
 
 Level = Literal["ok", "warn", "fail"]
 Capability = tuple[int, int]
@@ -45,8 +50,10 @@ FIRST_CUDA: dict[int, Version] = {  # the first CUDA whose compiler knows a card
 }
 OLDEST_DRIVER: dict[int, int] = {11: 450, 12: 525, 13: 580}  # NVIDIA driver by CUDA major (minor version compatibility)
 
-OLMO2_1B_PARAMETERS = 1_484_916_736
-BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 8}  # bf16 weight and gradient, plus AdamW's state by --optimizer-state
+FIRST_WITH_BFLOAT16: Capability = (8, 0)
+
+# A rule of thumb for a model that stays on the card as a whole (the resident engine).
+WEIGHT_AND_GRADIENT = 4  # bytes a parameter, both bfloat16; AdamW's state comes on top
 CARD_RESERVE = 1.75 * GIB  # CUDA's own context, activations and the head's blocks of one sequence at a time
 SMALL_SHM = GIB
 SMALL_HOST_MEMORY = 4 * GIB
@@ -300,7 +307,8 @@ def _torch_and_cards(probe: Probe) -> list[Finding]:
     cards = probe.cards_seen_by_torch()
     if cards:
         driver = [Finding("ok", "driver", f"NVIDIA {by_driver[0].driver}")] if by_driver else []
-        judged = [_card(card, build, f"card {index}") for index, card in enumerate(cards)]
+        host_free = probe.host_memory()[0]
+        judged = [_card(card, build, f"card {index}", host_free) for index, card in enumerate(cards)]
         return [torch, *driver, *[finding for findings in judged for finding in findings]]
     if not by_driver:
         return [torch, _no_card(probe)]
@@ -338,10 +346,10 @@ def _unused_card(card: Card, build: TorchBuild) -> Finding:
     return Finding("fail", "card", message, f"{_python_command()} -c 'import torch; torch.zeros(1).cuda()'")
 
 
-def _card(card: Card, build: TorchBuild, subject: str) -> list[Finding]:
+def _card(card: Card, build: TorchBuild, subject: str, host_free: int) -> list[Finding]:
     """Whether torch's kernels run on the card, and what its memory is good for."""
     if card.capability is None or build.cuda is None:
-        return [_card_memory(card, subject)]
+        return [_card_memory(card, subject, host_free)]
     sm = "sm_{}{}".format(*card.capability)
     first = FIRST_CUDA.get(card.capability[0])
     how = runs_on(card.capability, build.arch_list)
@@ -349,39 +357,56 @@ def _card(card: Card, build: TorchBuild, subject: str) -> list[Finding]:
         needs = f"{sm} and CUDA >= {first}" if first else sm
         has = f"{' '.join(build.arch_list) or 'no card'} and CUDA {build.cuda}"
         message = f"{card.name} needs a torch built for {needs}; this one is for {has} and stops with 'no kernel image'"
-        return [Finding("fail", subject, message, _older_cuda() if card.capability < (8, 0) else _default_build())]
+        remedy = _older_cuda() if card.capability < FIRST_WITH_BFLOAT16 else _default_build()
+        return [Finding("fail", subject, message, remedy)]
     findings = [Finding("ok", subject, f"{card.name}, {sm}, which this torch is built for")]
     if how == "ptx":
         message = f"{card.name}, {sm}: kernels are compiled from PTX at the first start, which takes minutes once"
         findings = [Finding("warn", subject, message, _default_build())]
-    if card.capability < (8, 0):
+    if card.capability < FIRST_WITH_BFLOAT16:
         message = f"{sm} computes bfloat16 only by emulation, slowly; train in float32"
         findings.append(Finding("warn", subject, message, "a5 train --dtype float32"))
-    return [*findings, _card_memory(card, subject)]
+    return [*findings, _card_memory(card, subject, host_free)]
 
 
-def _card_memory(card: Card, subject: str) -> Finding:
-    """What fits, by rule of thumb: bytes per parameter of weights, gradients and AdamW's state, after a reserve."""
+def _card_memory(card: Card, subject: str, host_free: int) -> Finding:
+    """What stays on the card as a whole, by rule of thumb, and whether OLMo-2-0425-1B trains here, by its plan."""
     subject = f"{subject} memory"
     if card.free is None or card.total is None:
         return Finding("ok", subject, "the driver does not say how much; it may be the host's")
     room = max(0.0, card.free - CARD_RESERVE)
-    billions = {state: room / size / 1e9 for state, size in BYTES_PER_PARAMETER.items()}
+    states = STATE_BYTES["fp32"], STATE_BYTES["bf16_stochastic"]
+    fp32, bf16 = (room / (WEIGHT_AND_GRADIENT + state) / 1e9 for state in states)
     sizes = f"{_gib(card.free)} free of {_gib(card.total)}"
     fits = (
-        f"all parameters of a model of up to {billions['fp32']:.1f} billion train on the card, "
-        f"up to {billions['bf16']:.1f} billion with --optimizer-state bf16"
+        f"a model of up to {fp32:.1f} billion parameters trains with all of it on the card, "
+        f"up to {bf16:.1f} billion with --optimizer-state bf16_stochastic; a larger one comes to the card "
+        f"layer by layer. {_verdict(card, card.free, host_free)}"
     )
     if card.free < card.total / 2:
         message = f"{sizes}: other programs hold the rest; the command shows which. As it is, {fits}"
         return Finding("warn", subject, message, "nvidia-smi")
-    if billions["fp32"] * 1e9 >= OLMO2_1B_PARAMETERS:
-        verdict = "fits"
-    elif billions["bf16"] * 1e9 >= OLMO2_1B_PARAMETERS:
-        verdict = "fits with bf16"
-    else:
-        verdict = "does not fit as a whole"
-    return Finding("ok", subject, f"{sizes}: {fits}; OLMo-2-0425-1B (1.5 billion) {verdict}")
+    remedy = f"a5 plan --vram {math.floor(10 * card.free / GIB) / 10:g}" if card.free >= GIB else ""
+    return Finding("ok", subject, f"{sizes}: {fits}", remedy)
+
+
+def _verdict(card: Card, free: int, host_free: int) -> str:
+    """Whether OLMo-2-0425-1B trains with the defaults of `a5 train` in these bytes of card and host, and what it takes;
+    in float32 where the card has no bfloat16.
+    """
+    model = "OLMo-2-0425-1B (1.5 billion)"
+    old = card.capability is not None and card.capability < FIRST_WITH_BFLOAT16
+    request = make_request(model="olmo2-1b")
+    options = request.options | {"budget": free, "compiled": not old, "bytes_per_weight": 4 if old else 2}
+    try:
+        plan = checked_plan(request.shape, request.size, Facts(host_free, free), **options)
+    except UserError as error:
+        return f"{model} does not train with the default settings. {str(error).rstrip('.')}"
+    engine = plan.engine.replace("_", "-")
+    return (
+        f"{model} trains with the {engine} engine, by its plan in {gib(plan.budget_needed())} of the card and "
+        f"{gib(host_needed(plan))} of host memory"
+    )
 
 
 def _host_memory(probe: Probe) -> Finding:

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from a5lib.engines.plan import CONTEXT, Plan
+from a5lib.engines.plan import CONTEXT, Plan, what_stays
 from a5lib.errors import UserError
 from a5lib.optimizers import stochastic_round
 from a5lib.plots import COLORS, DASHED, DOTTED, SOLID, Picture, label, look
@@ -326,10 +326,11 @@ def plan_figure(plan: Plan) -> Picture:
 def _buffer_looks(ledgers: Sequence[Mapping[str, int]]) -> dict[str, dict[str, Any]]:
     """Colour and hatch of every name that the figure of a plan has, from left to right."""
     known = dict.fromkeys(BUFFERS.values())
-    others = dict.fromkeys(name for sizes in ledgers for name in sizes if name not in BUFFERS)
+    others = {name: max(s.get(name, 0) for s in ledgers) for s in ledgers for name in s if name not in BUFFERS}
+    largest_first = sorted(others, key=lambda name: -others[name])
     looks: dict[str, dict[str, Any]] = {
         name: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[(i + i // len(COLORS)) % len(HATCHES)],
-               "edgecolor": "white"} for i, name in enumerate([*known, *others])
+               "edgecolor": "white"} for i, name in enumerate([*known, *largest_first])
     }  # fmt: skip
     return looks | {"smaller buffers": {"facecolor": "0.6", "hatch": "", "edgecolor": "white"}}
 
@@ -363,25 +364,6 @@ def _stacked_rows(
     ax.set_xlim(0, 1.12 * longest / unit)
     ax.set_xlabel(unit_name)
     return drawn
-
-
-def what_stays(plan: Plan) -> str:
-    """What a plan keeps on the card from one update to the next, or through a pass, in words.
-
-    >>> what_stays(Plan(longest=8, microbatch_tokens=16, microbatches=4, kept=2, resident=frozenset({"layer 0"})))
-    '1 layer with gradient and optimizer state, hidden states of 2 of 4 microbatches'
-    """
-    if plan.engine == "resident":
-        return "everything"
-    layers = sum(name.startswith("layer") for name in plan.resident)
-    kept = min(plan.kept, plan.microbatches)
-    parts = [
-        f"{layers} layer{'s' * (layers != 1)} with gradient and optimizer state" if layers else "",
-        "embedding and head" if "head" in plan.resident else "",
-        f"hidden states of {'all' if kept == plan.microbatches else f'{kept} of'} {plan.microbatches} microbatches",
-        f"inputs of {plan.card_levels} layer{'s' * (plan.card_levels != 1)}" if plan.card_levels else "",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = None) -> Picture:

@@ -330,7 +330,7 @@ class Place:
 
 
 def plot_memory(run_dir: Path) -> Picture:
-    """Memory in use while a run's phases ran, and beside it the bytes that its plan predicts. Taught in notebook 09.
+    """Memory in use while a run's phases ran, and beside it the bytes that its plan predicts. Taught in notebook 11.
 
     Left the use of card and host in GiB over seconds, with the phases shaded: of the rollout batch with the highest
     use, the one before and the one after it. Right the predicted buffers of each phase as a stack; the marks are the

@@ -46,6 +46,7 @@ from a5lib.models import (
     select_dtype,
 )
 from a5lib.optimizers import warmup_lr
+from a5lib.preflight import pinning_warning, this_machine
 from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.recorder import MemoryRecorder
@@ -117,6 +118,9 @@ def train(
     room = room_for_response(model_config, tokenizer, template, [*train_problems, *val_problems])
     check_context(room, config.max_tokens)
     plan = plan_run(config, model_config, model_config.max_position_embeddings - room, device, dtype)
+    warning = pinning_warning(plan, this_machine(device))
+    if warning is not None:
+        say(warning)
     model, _ = load_policy(
         config.model,
         device="cpu",

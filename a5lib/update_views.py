@@ -53,14 +53,14 @@ def ablation_table(rows: Sequence[Row]) -> str:
     """What each saving does alone, and on top of the others: peak allocated and seconds. Taught in notebook 09.
 
     Alone: the row with this one saving less the row with none. On top: the row with all savings less the row with all
-    but this one. Below 0 is less memory, or less time.
+    but this one. Below 0 is less memory, or less time. A dash stands where a row is missing or failed.
 
     Args:
         rows: of the group "ablation".
     """
     by_name = {row["variant"]["name"].removeprefix("ablation-"): row for row in rows if not row["error"]}
     pieces = [name.removeprefix("only-") for name in by_name if name.startswith("only-")]
-    if not pieces or not {"none", "all"} <= set(by_name):
+    if not pieces:
         return NOTHING
     lines = [
         f"{'':26} {'alone':>18} {'on top of the others':>24}",
@@ -69,14 +69,14 @@ def ablation_table(rows: Sequence[Row]) -> str:
     for piece in pieces:
         words = by_name[f"only-{piece}"]["variant"]["what"].removeprefix("only ")
         alone = _difference(by_name.get("none"), by_name[f"only-{piece}"])
-        on_top = _difference(by_name.get(f"without-{piece}"), by_name["all"])
+        on_top = _difference(by_name.get(f"without-{piece}"), by_name.get("all"))
         lines.append(f"{words:26} {alone[0]:>8} {alone[1]:>9} {on_top[0]:>14} {on_top[1]:>9}")
-    total = _difference(by_name["none"], by_name["all"])
+    total = _difference(by_name.get("none"), by_name.get("all"))
     return "\n".join([*lines, f"{'all together':26} {total[0]:>8} {total[1]:>9}"])
 
 
-def _difference(before: Row | None, after: Row) -> tuple[str, str]:
-    if before is None:
+def _difference(before: Row | None, after: Row | None) -> tuple[str, str]:
+    if before is None or after is None:
         return "-", "-"
     memory = (after["peak_allocated"] - before["peak_allocated"]) / GIB
     return f"{memory:+.2f}", f"{after['median_seconds'] - before['median_seconds']:+.2f}"

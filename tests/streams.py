@@ -10,12 +10,12 @@ because the memory may have been that of a tensor that is still in use there.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -43,8 +43,8 @@ class Stream:
 class Region:
     """A buffer, on the host or on the card, and when each stream last read and wrote each part of it."""
 
-    def __init__(self, tensor: Tensor, on_host: bool) -> None:
-        self.on_host, self.storage = on_host, StorageWeakRef(tensor.untyped_storage())
+    def __init__(self, on_host: bool) -> None:
+        self.on_host = on_host
         self.seen: dict[tuple[int, int], dict[tuple[str, bool], tuple[int, str]]] = {}
 
 
@@ -98,7 +98,9 @@ class Streams(TorchDispatchMode):
     def note(self, tensor: Tensor, on_host: bool) -> Tensor:
         """Watch a buffer from its allocation on."""
         if tensor.nbytes:
-            self.regions[tensor.untyped_storage().data_ptr()] = Region(tensor, on_host)
+            storage = tensor.untyped_storage()
+            region = self.regions[storage.data_ptr()] = Region(on_host)
+            weakref.finalize(storage, self._freed, storage.data_ptr(), region).atexit = False
             self._operate([(tensor, True)], "allocation")
         return tensor
 
@@ -119,8 +121,6 @@ class Streams(TorchDispatchMode):
         return result
 
     def _operate(self, touched: list[tuple[Tensor, bool]], what: str) -> None:
-        for key in [key for key, region in self.regions.items() if region.storage.expired()]:
-            self._freed(self.regions.pop(key))
         found = [(self.regions.get(t.untyped_storage().data_ptr()), t, written) for t, written in touched if t.nbytes]
         known = [(region, t, written) for region, t, written in found if region is not None]
         stream = self.current
@@ -135,7 +135,9 @@ class Streams(TorchDispatchMode):
         for region, tensor, written in known:
             self._check(region, tensor, written, stream, what)
 
-    def _freed(self, region: Region) -> None:
+    def _freed(self, address: int, region: Region) -> None:
+        if self.regions.get(address) is region:
+            del self.regions[address]
         owner = self.host if region.on_host else self.compute  # whose next allocation may take the memory
         for accesses in region.seen.values():
             for (name, _), (count, what) in accesses.items():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from a5lib import machine
 from a5lib.config import TrainConfig, resolve
 from a5lib.course import load_algo
 from a5lib.engines import choice
@@ -21,9 +22,10 @@ OLMO2_1B = tiny_olmo2().config.__class__(
 )  # fmt: skip
 
 
-def plan(device=CPU, dtype=torch.bfloat16, free=40 * GIB, **flags) -> Plan:
+def plan(device=CPU, dtype=torch.bfloat16, free=40 * GIB, host=64 * GIB, **flags) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "mem_get_info", lambda card: (free, 80 * GIB))
+        patch.setattr(machine, "host_memory", lambda: (host, host))
         patch.setattr(choice, "compiles", lambda device, dtype: device.type == "cuda")
         config = resolve(TrainConfig(model="x", optimizer_state="bf16", low_memory=True, **flags))
         return choice.plan_run(config, OLMO2_1B, 161, device, dtype)
@@ -54,6 +56,11 @@ def test_the_plan_knows_the_largest_batch():
 def test_a_budget_below_the_smallest_plan_is_one_sentence():
     with pytest.raises(UserError, match=r"^The layer-major engine needs .* GiB in the phase .* but the budget is 1.0"):
         plan(CARD, vram_budget=1)
+
+
+def test_too_little_host_memory_is_refused_before_a_weight_is_read():
+    with pytest.raises(UserError, match=r"^The layer-major engine needs .* GiB of host memory, but 8.0 GiB are free; "):
+        plan(CARD, vram_budget=8, host=8 * GIB)
 
 
 def test_a_budget_that_was_asked_for_is_a_hard_cap_on_the_card(monkeypatch):

@@ -200,7 +200,9 @@ def test_bad_input_is_one_sentence_and_code_2(here: Path, monkeypatch, command: 
 )
 def test_a_model_folder_that_lacks_something(here: Path, lacking: str, words: str) -> None:
     folder, tokenizer = here / "model", tiny_tokenizer()
-    tiny_olmo2(vocab_size=200 if lacking == "rows" else 264).save_pretrained(folder)
+    model = tiny_olmo2(vocab_size=200 if lacking == "rows" else 264)
+    model.config.max_position_embeddings = 1024  # the prompts fit
+    model.save_pretrained(folder)
     if lacking == "end":
         tokenizer.eos_token = None
     if lacking != "tokenizer":
@@ -261,9 +263,12 @@ def test_every_field_of_the_config_is_a_flag(field: str) -> None:
 def samples(field: str) -> list[tuple[list[str], Any]]:
     """Command-line words that set the field, and the value they mean."""
     kind = typing.get_type_hints(TrainConfig)[field]
-    if isinstance(kind, types.UnionType):
+    optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    if optional:
         kind = typing.get_args(kind)[0]
     name = flag(field)
+    if kind is bool and optional:
+        return [([name, "True"], True), ([name, "False"], False)]
     if kind is bool:
         return [([name], True), ([name.replace("--", "--no-", 1)], False)]
     if typing.get_origin(kind) is Literal:

@@ -11,6 +11,9 @@ from rich.console import Console
 
 from a5lib import doctor, machine
 from a5lib.doctor import GIB, Card, Finding, Probe, TorchBuild, diagnose, parse_nvidia_smi, runs_on
+from a5lib.engines.plan import gib
+from a5lib.plan_command import make_request
+from a5lib.preflight import host_needed
 
 MIB = 2**20
 HOPPER_BUILD = ("sm_75", "sm_80", "sm_86", "sm_90")
@@ -133,27 +136,74 @@ def test_turing_is_told_about_float32():
     assert any(f.level == "warn" and f.remedy == "a5 train --dtype float32" for f in findings)
 
 
-# What fits: (free - 1.75 GiB) / 16 bytes a parameter, / 8 with bf16 state
+# What fits: (free - 1.75 GiB) / 16 bytes a parameter, / 8 with bf16 state; OLMo-2-0425-1B by its plan
+
+
+def memory_of(free, total, host, capability=(8, 9)):
+    card = Card("NVIDIA", capability, int(free * GIB), int(total * GIB))
+    return about(
+        diagnose(with_card(card, ["sm_75", "sm_80"], host_memory=(host * GIB, 2 * host * GIB))), "card 0 memory"
+    )
 
 
 @pytest.mark.parametrize(
     ("free", "total", "words"),
     [
         # 5.75 GiB: 4 GiB = 4.29e9 bytes, 0.27 and 0.54 billion
-        (5.75, 6.0, ["0.3 billion", "0.5 billion", "does not fit as a whole"]),
-        # 15.25 GiB: 13.5 GiB = 14.5e9 bytes, 0.91 and 1.81 billion; OLMo-2-0425-1B has 1.48
-        (15.25, 16.0, ["0.9 billion", "1.8 billion", "fits with bf16"]),
+        (5.75, 6.0, ["0.3 billion", "0.5 billion"]),
+        # 15.25 GiB: 13.5 GiB = 14.5e9 bytes, 0.91 and 1.81 billion
+        (15.25, 16.0, ["0.9 billion", "1.8 billion"]),
         # 79.75 GiB: 78 GiB = 83.8e9 bytes, 5.2 and 10.5 billion
-        (79.75, 80.0, ["5.2 billion", "10.5 billion", "OLMo-2-0425-1B (1.5 billion) fits"]),
+        (79.75, 80.0, ["5.2 billion", "10.5 billion"]),
         (0.5, 0.9, ["0.0 billion", "512 MiB free of 922 MiB"]),
     ],
 )
-def test_what_fits_on_a_card(free, total, words):
-    card = Card("NVIDIA", (8, 9), int(free * GIB), int(total * GIB))
-    finding = about(diagnose(with_card(card, ["sm_80"])), "card 0 memory")
+def test_what_stays_on_a_card_as_a_whole(free, total, words):
+    finding = memory_of(free, total, 64)
     assert finding.level == "ok"
     for word in words:
         assert word in finding.message
+
+
+@pytest.mark.parametrize(("free", "engine"), [(7.75, "layer-major"), (15.25, "layer-major"), (79.75, "resident")])
+def test_a_card_of_8_gb_trains_the_1b_model_layer_by_layer(free, engine):
+    """The figures are those that the plan gives for the same bytes."""
+    request = make_request(model="olmo2-1b")
+    plan = request.plan(budget=int(free * GIB))
+    finding = memory_of(free, free + 0.25, 64)
+    assert f"OLMo-2-0425-1B (1.5 billion) trains with the {engine} engine" in finding.message
+    assert f"in {gib(plan.budget_needed())} of the card and {gib(host_needed(plan))} of host memory" in finding.message
+    assert plan.budget_needed() <= free * GIB
+    assert finding.remedy == f"a5 plan --vram {int(10 * free) / 10:g}"
+
+
+def test_a_card_of_6_gb_decodes_fewer_responses():
+    """Weights to generate with and 32 rows of keys and values are 5.6 GiB, and CUDA takes 1.4."""
+    message = memory_of(5.75, 6.0, 64).message
+    assert "does not train with the default settings" in message
+    assert "use --generation-batch-size 8, which needs 5.3 GiB of the card" in message
+
+
+def test_too_little_host_memory_is_said_with_a_state_that_fits():
+    """28 GiB with the default state: 16 bytes a parameter are 22.1 GiB, layer inputs 4.9, the program 1."""
+    message = memory_of(7.75, 8.0, 20).message
+    assert "needs 28.0 GiB of host memory, but 20.0 GiB are free; use --optimizer-state bf16_kahan" in message
+    assert "(1.5 billion) trains with" not in message
+
+
+def test_a_card_that_fits_nothing_is_told_so():
+    finding = memory_of(0.5, 0.9, 64)
+    assert "no smaller setting fits either" in finding.message and not finding.remedy
+
+
+def test_without_bfloat16_the_plan_is_for_float32():
+    """8 bytes of weight and gradient instead of 4, so 4 bytes more on the host for each of 1.48e9 parameters, but a
+    state of 8 bytes instead of 12: the same 16 bytes; the layer inputs take twice as much.
+    """
+    request = make_request(model="olmo2-1b")
+    plan = request.plan(budget=14 * GIB, compiled=False, bytes_per_weight=4)
+    assert f"{gib(host_needed(plan))} of host memory" in memory_of(14, 15, 64, (7, 5)).message
+    assert f"{gib(host_needed(plan))} of host memory" not in memory_of(14, 15, 64, (8, 0)).message
 
 
 def test_a_card_that_others_fill_is_a_warning():

@@ -240,8 +240,8 @@ def test_a_plan_far_below_its_budget_can_still_be_seen():
     [
         ({"engine": "resident"}, "everything"),
         ({"kept": 9}, "hidden states of all 4 microbatches"),
-        ({"resident": frozenset({"layer 0", "layer 1"})}, "2 layers with gradient and optimizer state, hidden states"),
-        ({"resident": frozenset({"layer 0", "head", "embedding"})}, "1 layer with gradient and optimizer state, embed"),
+        ({"resident": frozenset({"layer 0", "layer 1"})}, "2 layers, hidden states"),
+        ({"resident": frozenset({"layer 0", "head", "embedding"})}, "1 layer, embedding and head, hidden states"),
         ({"card_levels": 3}, "hidden states of 2 of 4 microbatches, inputs of 3 layers"),
     ],
 )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Olmo2ForCausalLM
 
 from a5lib.engines.layer_major import LayerMajorEngine
 from a5lib.engines.packing import Microbatch, pack
@@ -223,8 +225,7 @@ def test_steps_do_not_depend_on_the_bucket_not_even_when_they_are_rounded_at_ran
     assert same_bits(*weights)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("state", STATE_PRECISIONS)
+@pytest.mark.parametrize(("state", "recompute"), [*((state, False) for state in STATE_PRECISIONS), ("fp32", True)])
 def test_in_bfloat16_steps_are_those_of_the_resident_engine_bit_for_bit(state: Any, recompute: bool) -> None:
     """Where every sum is done in the same order, rounding is the same too. That takes:
 
@@ -317,6 +318,19 @@ def test_before_any_update_every_ratio_is_exactly_1(
         engine.norms = None  # no step: the next rows meet the same weights
 
 
+@pytest.mark.parametrize(("plan", "stay"), [({}, (1, 1)), ({"kept": 2, "kept_when_scoring": 3}, (2, 3))])
+def test_as_many_hidden_states_stay_on_the_card_as_the_plan_says(
+    plan: dict[str, int], stay: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    up = Trip.up
+    monkeypatch.setattr(Trip, "up", lambda trip: (kept.append(len(trip.hidden.here)), up(trip)))
+    engine = layer_major(tiny_olmo2(), config(), microbatch_tokens=10, **plan)
+    engine.accumulate(shared_batch())
+    engine.score(shared_batch())
+    assert tuple(kept) == stay
+
+
 def test_a_score_between_gradient_and_step_disturbs_neither() -> None:
     plain, disturbed = (layer_major(tiny_olmo2(), config(), kept=2) for _ in range(2))
     for engine in (plain, disturbed):
@@ -357,6 +371,10 @@ def test_a_batch_of_one_or_two_rows(rows: list[int]) -> None:
     wanted_loss, wanted = plain_gradients(tiny_olmo2(), batch, config())
     assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
     assert_gradients(engine, wanted)
+
+
+def test_a_single_microbatch_need_not_be_kept_by_the_plan() -> None:
+    check("offpolicy_clip", False, microbatch_tokens=500, kept=0, kept_when_scoring=0)
 
 
 def test_only_rows_without_a_response_are_a_batch_with_nothing_to_train() -> None:
@@ -479,6 +497,20 @@ def test_release_between_gradient_and_step_loses_nothing() -> None:
             engine.release()
         engine.step(1e-3)
     assert same_bits(everything(stays), everything(leaves))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_trained_model_can_be_saved(tied: bool, tmp_path: Path) -> None:
+    """Its parameters lie side by side in a few large tensors, which must not look like shared weights."""
+    engine = layer_major(tiny_olmo2(tied=tied).bfloat16(), config())
+    engine.accumulate(shared_batch())
+    engine.step(1e-2)
+    engine.model.save_pretrained(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 2.2 * sum(
+        weight.numel() for _, weight in engine.weights()
+    )
+    loaded = dict(Olmo2ForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert same_bits({name: weight.detach() for name, weight in engine.weights()}, loaded)
 
 
 ENGINES: dict[str, Callable[[], Any]] = {

@@ -12,10 +12,10 @@ LAYERS = {
     0: ["errors", "config", "records", "progress"],
     1: ["prompts", "data", "grading", "toy_problems", "machine", "cards"],
     2: ["models", "optimizers", "heads", "synthetic"],
-    3: ["memory", "shapes", "recorder", "engines", "rollouts"],
+    3: ["memory", "shapes", "preflight", "recorder", "engines", "rollouts"],
     4: ["training", "metrics", "evaluation", "checkpoints", "runlog", "toy_build"],
     5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures",
-        "rollout_views", "update_views", "widgets", "course", "cli", "__main__"],
+        "plan_command", "rollout_views", "update_views", "widgets", "course", "cli", "__main__"],
 }  # fmt: skip
 LAYER_OF = {f"a5lib.{room}": layer for layer, rooms in LAYERS.items() for room in rooms} | {"a5lib": 0}
 

@@ -1,18 +1,21 @@
 """The ledger: every expected number is worked out by hand in a comment, or counted on the real toy model."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from a5lib import doctor
 from a5lib.course import load_algo
 from a5lib.course.byte_counts import peak_bytes
+from a5lib.engines.plan import UpdateSize, plan_update
 from a5lib.errors import UserError
-from a5lib.memory import OLMO2_1B, STATE_BYTES, TOY, ModelShape, state_bytes, update_ledger
+from a5lib.memory import OLMO2_1B, TOY, ModelShape, state_bytes, update_ledger
 from a5lib.models import load_policy
 from a5lib.synthetic import published_config
 
+ROOT = Path(__file__).parent.parent
 SMALL = dataclasses.replace(TOY, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, vocabulary=10, head_size=2)
 # of SMALL: queries 4, keys 2; attention 2*4*4 + 2*4*2 = 48; feed-forward 3*4*8 = 96; norms 4 + 2 + 4 + 4 = 14;
 # a layer 158; embedding 40; norm and head 44; all 40 + 2 * 158 + 44 = 400
@@ -170,7 +173,13 @@ def test_the_prediction_bounds_what_an_update_of_the_toy_takes(way):
     assert 0.7 * made < peak_bytes(run) < 1.02 * made
 
 
-def test_the_doctor_counts_as_the_ledger_does():
-    # It must run where torch is missing, so it has numbers of its own.
-    assert OLMO2_1B.parameters() == doctor.OLMO2_1B_PARAMETERS
-    assert {state: 4 + STATE_BYTES[state] for state in doctor.BYTES_PER_PARAMETER} == doctor.BYTES_PER_PARAMETER
+@pytest.mark.reference
+def test_the_worked_answer_of_notebook_09_has_the_ledgers_numbers():
+    answer = (ROOT / "solutions" / "answers.md").read_text(encoding="utf-8").split("## 09_fitting_the_card")[1]
+    sizes = {"sequences": 32, "length": 1024, "microbatch": 1}
+    plain = update_ledger(OLMO2_1B, **sizes, optimizer_state="fp32", recompute_layers=False, head="full")
+    recomputed, bf16 = (update_ledger(OLMO2_1B, **sizes, optimizer_state=state) for state in ("fp32", "bf16"))
+    plan = plan_update(OLMO2_1B, UpdateSize(32, 1024, 768), engine="layer_major", optimizer_state="fp32")
+    expected = [*(sum(ledger.values()) for ledger in (plain, recomputed, bf16)), plan.peak()]
+    assert re.findall(r"\| (\d+\.\d\d) \|", answer.split("## 10")[0]) == [f"{size / 2**30:.2f}" for size in expected]
+    assert f"host memory, {sum(plan.host.values()) / 2**30:.2f} GiB with everything there" in answer

@@ -133,6 +133,31 @@ def test_the_resident_engine_by_phase():
     assert made.microbatches == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "worst"),
+    [
+        # two rows of 5 tokens; a layer keeps 2 * 52 + 4 * 34 = 240 bytes a token; its matrices' gradients are 3 * 64
+        ({"head": "fused"}, {"layer at work": 10 * 240, "gradient before it is added": 3 * 4 * 8 * 2}),
+        ({"head": "full", "recompute_layers": False},
+         {"layer at work": 2 * 10 * 240, "gradient before it is added": 10 * 4 * 2, "logits": 10 * 10 * 20}),
+    ],
+)  # fmt: skip
+def test_the_worst_moment_of_the_resident_engine(options, worst):
+    size = UpdateSize(sequences=4, longest=5, response=3)
+    made = plan_update(TINY, size, engine="resident", optimizer_state="bf16", microbatch=2, **options)
+    inputs = (3 if options.get("recompute_layers", True) else 1) * 10 * 4 * 2
+    kept = {"libraries' workspace": WORKSPACE, "weights": 800, "gradients": 800, "optimizer state": 1600}
+    assert made.card["update"] == kept | {"layer inputs": inputs} | worst
+
+
+def test_a_large_head_in_blocks_is_worse_than_a_layer():
+    size = UpdateSize(sequences=4, longest=5, response=3)
+    shape = dataclasses.replace(TINY, vocabulary=1000)
+    update = plan_update(shape, size, engine="resident", head_block=2).card["update"]
+    assert (update["gradient before it is added"], update["logits"]) == (3 * 1000 * 4 * 2, 2 * 1000 * 20)
+    assert "layer at work" not in update
+
+
 def test_generation_needs_the_weights_again_where_they_live_on_the_host():
     size = UpdateSize(sequences=4, longest=5, response=3, decoded=2)
     made = plan_update(TINY, size, engine="layer_major")
@@ -145,9 +170,9 @@ def test_generation_needs_the_weights_again_where_they_live_on_the_host():
 
 
 SIZES = {
-    "on-policy": UpdateSize(64, 672, 512),
+    "on-policy": UpdateSize(64, 672, 512, group=8),
     "large": UpdateSize(256, 672, 512),
-    "off-policy": UpdateSize(8, 672, 512, scored=256),
+    "off-policy": UpdateSize(8, 672, 512, scored=256, group=8),
     "odd": UpdateSize(13, 712, 512, scored=104),
     "long": UpdateSize(8, 8192, 8000, scored=8),
 }
@@ -177,6 +202,7 @@ def test_every_budget_is_kept_and_more_of_it_never_costs(name, state):
         assert made.peak() <= usable(budget)
         if last is not None:
             assert sum(made.traffic.values()) <= sum(last.traffic.values()), f"more is sent at {budget / GIB} GiB"
+            assert made.microbatch_tokens >= last.microbatch_tokens or made.engine == "resident"
             assert stays(made, OLMO2_1B) >= stays(last, OLMO2_1B), f"less stays at {budget / GIB} GiB"
         last = made
     assert last is not None
@@ -235,9 +261,27 @@ def test_what_generation_needs_is_refused_by_its_phase():
 
 
 def test_without_a_budget_nothing_is_kept_and_pieces_are_large():
-    made = plan_update(OLMO2_1B, SIZES["on-policy"], engine="layer_major")
+    made = plan_update(OLMO2_1B, UpdateSize(64, 672, 512), engine="layer_major")
     assert (made.kept, made.card_levels, made.resident) == (1, 0, frozenset())
-    assert (made.microbatch_tokens, made.microbatches, made.head_block) == (5376, 8, 1024)
+    assert (made.microbatch_tokens, made.microbatches, made.head_block) == (5376, 8, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 24, 40])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_microbatches_are_counted_as_they_are_packed(rows, group):
+    size = UpdateSize(rows, longest=30, response=18, group=group)  # a prompt of 13 tokens and 17 of its own
+    ids = torch.randint(2, 50, (rows, 31), generator=torch.Generator().manual_seed(0))
+    ids[:, :13] = torch.arange(rows)[:, None] // group
+    mask = (torch.arange(30) >= 12).expand(rows, -1)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask, "advantages": torch.ones(rows)}
+    for tokens in (30, 64, 100, 257, 10_000):
+        n, count = plan._fullest(size, tokens)
+        assert n <= max(30, tokens)
+        packed = packing.pack(batch, n)
+        assert len(packed) == count
+        assert max(len(m.ids) for m in packed) <= n
+        whole = rows * 30 if group == 1 else -(-rows // group) * 13 + rows * 17
+        assert n <= whole, "room for more tokens than there are"
 
 
 def test_what_waits_while_scoring_is_kept_before_layers_only_if_few_updates_share_it():
@@ -465,7 +509,6 @@ def test_every_byte_that_travels_was_planned(monkeypatch, family, tied, algorith
 
 def test_numbers_that_are_written_twice_are_equal():
     assert (plan.RING, plan.RING_WHEN_KEPT) == (hidden.RING, hidden.RING_WHEN_KEPT)
-    assert plan.SEGMENTS == packing.SEGMENTS
     assert plan.ADAMW_BLOCK == optimizers.BLOCK
 
 
@@ -516,6 +559,35 @@ def test_the_embeddings_gradient_is_not_underestimated():
     work = plan._card(made, wide, UpdateSize(1, 128, 100), "bf16", 2)["update"]
     assert work["embedding's gradient"] >= LOG["embedding_gradient_mib"] * MIB
     assert LOG["cublas_workspace_mib"] * MIB == plan.WORKSPACE
+
+
+MEASURED = [
+    row
+    for row in map(json.loads, (ROOT / "runs/bench-update/rows.jsonl").read_text(encoding="utf-8").splitlines())
+    if row["error"] is None and row["plan"] is not None
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["variant"]["name"])
+def test_peaks_of_the_benchmark_are_predicted_within_a_twentieth(row):
+    variant, settings, used = row["variant"], row["variant"]["settings"], row["plan"]
+    shape = ModelShape.of(published_config(variant["model"]))
+    scored = variant["scoring"] or settings.get("algorithm", "grpo").startswith("offpolicy_")
+    size = UpdateSize(variant["sequences"], variant["tokens"], variant["response"],
+                      scored=variant["sequences"] if scored else 0, group=variant["group_size"])  # fmt: skip
+    state, phase = settings.get("optimizer_state", "bf16"), "score" if variant["scoring"] else "update"
+    if used["engine"] == "resident":
+        rows = used["microbatch_tokens"] // used["longest"]
+        made = plan_update(
+            shape, size, engine="resident", optimizer_state=state, microbatch=rows, head_block=used["head_block"],
+            recompute_layers=settings["recompute_layers"], head=settings["head"],
+        )  # fmt: skip
+        predicted = made.peak(phase)
+    else:
+        fields = {f.name: used[f.name] for f in dataclasses.fields(Plan) if f.name in used}
+        made = Plan(**fields | {"resident": frozenset(used["resident"])})
+        predicted = sum(plan._card(made, shape, size, state, 2)[phase].values())
+    assert abs(predicted / row["phases"]["accumulate"]["allocated"] - 1) < 0.05
 
 
 # --- speed

@@ -14,12 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from a5lib import cli, doctor
+from a5lib import cli
+from a5lib.bench_variants import VARIANTS
+from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
 from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
+from a5lib.engines.parts import FAMILIES
+from a5lib.engines.plan import GIB
 from a5lib.errors import UserError
+from a5lib.memory import OLMO2_1B, STATE_BYTES
+from a5lib.plan_command import card_rows, make_request
+from a5lib.preflight import host_needed
 from a5lib.records import METRICS
-from a5lib.runlog import read_jsonl
+from a5lib.runlog import EVALUATIONS_FILE, MEMORY_FILE, METRICS_FILE, PLAN_FILE, read_jsonl
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "README.zh.md")
@@ -176,26 +183,188 @@ def test_what_may_change_on_resume(page):
     assert named == {flag(name) for name in MAY_CHANGE_ON_RESUME - {"output_dir"}}
 
 
+HARDWARE = "What runs on which hardware, and why"
+ROWS = {row["variant"]["name"]: row for row in read_jsonl(ROOT / "runs" / "bench-update" / "rows.jsonl")}
+SIZES = (6, 8, 10, 12, 16, 24, 32)  # GB, the rows of the hardware table
+
+
+def wide_rows(text, width):
+    """The rows of the tables of so many columns, without their headings."""
+    rows = [row for row in table_rows(text) if len(row) == width]
+    assert rows, f"there is no table of {width} columns"
+    return rows[1:]
+
+
+@functools.cache
+def planned(optimizer_state="fp32", sizes=SIZES, **options):
+    request = make_request(optimizer_state=optimizer_state)
+    return card_rows(dataclasses.replace(request, options=request.options | options), sizes)
+
+
 @both
-def test_the_memory_table_adds_up(page):
-    text = section(page, heading_number("What runs on which hardware, and why"))
-    assert f"{doctor.OLMO2_1B_PARAMETERS:,}" in text
-    rows = [row for row in table_rows(text) if len(row) == 8][1:]
-    assert len(rows) == 4
-    for name, *parts, total, size in rows:
-        assert sum(map(int, parts)) == int(total), name
-        assert f"{int(total) * doctor.OLMO2_1B_PARAMETERS / 2**30:.1f} GiB" == size, name
-        state = re.match(r"`(\w+)`", name)[1]
-        assert doctor.BYTES_PER_PARAMETER.get(state, int(total)) == int(total), name
-    for size in doctor.BYTES_PER_PARAMETER.values():
-        needed = (size * doctor.OLMO2_1B_PARAMETERS + doctor.CARD_RESERVE) / 2**30
-        assert f"{needed:.1f} GiB" in text, f"{size} bytes per parameter and the reserve need {needed:.1f} GiB"
-    assert f"{doctor.CARD_RESERVE / 2**30} GiB" in text
-    per_token = 2 * 16 * 2048 * 2  # keys and values, 16 layers of width 2048 without shared heads, bfloat16
+def test_the_hardware_table_is_the_plan(page):
+    """Also: nothing but the row without a card is measured."""
+    none, *rows = wide_rows(section(page, heading_number(HARDWARE)), 9)
+    assert len(rows) == len(SIZES)
+    for (machine, engine, layers, inputs, decoded, card, host, copies, source), row in zip(
+        rows, planned(), strict=True
+    ):
+        plan = row.plan
+        assert re.match(r"\d+ GB", machine)[0] == f"{row.gigabytes} GB"
+        assert engine == plan.engine.replace("_", "-")
+        whole = "head" in plan.resident
+        assert layers == (none[2] if whole else str(sum(name.startswith("layer") for name in plan.resident))), machine
+        assert inputs == str(plan.card_levels), machine
+        assert decoded == str(row.decoded), machine
+        assert card == f"{plan.budget_needed() / GIB:.1f}", machine
+        assert host == f"{host_needed(plan) / GIB:.1f}", machine
+        assert copies == f"{row.seconds:.2f}", machine
+        assert source in ("predicted", "预测"), machine
+    bench = (ROOT / "runs" / "toy-bench.txt").read_text(encoding="utf-8")
+    assert none[6] == f"{float(re.search(r'resident.*?([0-9.]+) MiB', bench)[1]) / 2**10:.1f}"
+
+
+@both
+def test_the_text_around_the_hardware_table_is_the_plan(page):
+    text = section(page, heading_number(HARDWARE))
+    request = make_request()
+    for figure in (request.size.sequences, request.size.longest, request.shape.layers, request.size.decoded):
+        assert re.search(rf"\b{figure}\b", text), figure
+    assert f"{100 * SHARE:.1f} %" in text
+    assert f"{LINKS[USUAL_LINK] / 1e9:.0f}" in text and "PCIe {}.0 x{}".format(*USUAL_LINK) in text
+    assert planned()[0].decoded == 8 and "`--generation-batch-size 8`" in text
+    for state in ("fp32", "bf16_kahan", "bf16_stochastic"):
+        (row,) = planned(state, (8,))
+        assert f"{host_needed(row.plan) / GIB:.1f} GiB" in text, state
+    low = {"microbatch": 1, "recompute_layers": True, "head": "blocks", "engine": "resident"}  # --low-memory
+    for state, size in (("fp32", 32), ("bf16_stochastic", 16)):
+        (row,) = planned(state, (size,), **low)
+        assert f"{row.plan.budget_needed() / GIB:.1f} GiB" in text, state
+    per_token = request.shape.kv_bytes_per_token(2)
     assert f"{per_token // 2**10} KiB" in text
     assert f"{750 * per_token / 2**20:.0f} MiB" in text
     for responses in (256, 32):
         assert f"{responses * 750 * per_token / 2**30:.1f} GiB" in text
+
+
+@both
+def test_the_measured_rows_are_those_of_the_log(page):
+    """In the order of their seconds, ours in bold, and with the ratios that follow."""
+    text = section(page, heading_number("Measured: one update"))
+    same = [row for row in ROWS.values() if row["variant"]["group"] in ("engines", "peers")]
+    same.sort(key=lambda row: row["median_seconds"])
+    assert all(row["error"] is None for row in same)
+    fastest, smallest = same[0]["median_seconds"], min(row["peak_allocated"] for row in same)
+    shown = wide_rows(text, 6)
+    assert len(shown) == len(same)
+    for (words, *figures), row in zip(shown, same, strict=True):
+        name, seconds, peak = row["variant"]["name"], row["median_seconds"], row["peak_allocated"]
+        assert words.startswith("**") == (row["variant"]["peer"] is None), name
+        library = {"trl": "TRL", "liger": "Liger", "torchao": "torchao", "bnb": "bitsandbytes"}.get(
+            name.removeprefix("peer-").partition("-")[0], ""
+        )
+        assert library in words and ("fp32" in words) == (name == "host-fp32"), name
+        assert ("layer-major" in words) == name.startswith("host"), name
+        expected = [seconds, seconds / fastest, peak / GIB, peak / smallest, row["peak_card"] / GIB]
+        assert figures == [f"{value:.2f}" for value in expected], name
+    counts = [len(row["seconds"]["total"]) for row in same]
+    assert re.search(rf"{min(counts)} (to|到) {max(counts)} ", text)
+    variants = {(r["variant"]["sequences"], r["variant"]["tokens"], r["variant"]["group_size"]) for r in same}
+    assert variants == {(64, 672, 8)}
+    assert {row["tokens_run"] for row in same} == {43008} and "43,008" in text
+    assert {row["variant"]["microbatch"] for row in same if row["variant"]["peer"]} == {8, None}
+    assert ROWS["peer-torchao"]["variant"]["microbatch"] is None, "it takes all sequences at once"
+
+
+@both
+def test_the_large_and_the_ragged_row_are_those_of_the_log(page):
+    text = section(page, heading_number("Measured: one update"))
+    large, ragged = ROWS["llama3.1-8b"], ROWS["ragged-host"]
+    for (_, *figures), row in zip(wide_rows(text, 5), (large, ragged), strict=True):
+        assert figures == [
+            f"{row['median_seconds']:.2f}", f"{row['peak_allocated'] / GIB:.2f}", f"{row['peak_host'] / GIB:.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]  # fmt: skip
+        assert row["variant"]["settings"] == {"engine": "layer_major"} and row["cap_bytes"] is None
+    variant = large["variant"]
+    assert (variant["sequences"], variant["tokens"]) == (8, 20480) and "20,480" in text
+    assert (variant["warmups"], len(large["seconds"]["total"])) == (1, 1)
+    variant = ragged["variant"]
+    assert (variant["sequences"], variant["group_size"], variant["response"]) == (160, 16, 512)
+    assert variant["zero_share"] == 0.3, "3 of 10 groups"
+    assert f"{ragged['tokens_that_count']:,}" in text and f"{ragged['counting_tokens_per_second']:,.0f}" in text
+
+
+@both
+def test_versions_card_and_link_are_those_of_the_log(page):
+    text = section(page, heading_number("Measured: one update"))
+    assert {card["name"] for row in ROWS.values() for card in row["environment"]["cards"]} == {"NVIDIA H200"}
+    assert "NVIDIA H200" in text
+    environment = ROWS["peer-trl"]["environment"]
+    packages = environment["packages"]
+    versions = {"torch": environment["torch"], "transformers": environment["transformers"], "TRL": packages["trl"],
+                "Liger": packages["liger-kernel"], "torchao": packages["torchao"],
+                "bitsandbytes": packages["bitsandbytes"]}  # fmt: skip
+    for name, version in versions.items():
+        assert f"{name} {version}" in text
+    log = (ROOT / "runs" / "bench-update" / "table.md").read_text(encoding="utf-8")
+    assert "host to card 55.0 GB/s, card to host 55.0 GB/s" in log and "55.0 GB/s" in text
+    errors = [abs(row["predicted_error"]) for row in ROWS.values() if row["predicted_error"] is not None]
+    assert len(errors) > 5 and max(errors) < 0.05 and "5 %" in text
+
+
+@both
+def test_what_is_not_measured_yet_has_no_row(page):
+    """When such a row is committed, the page must say what it shows."""
+    text = section(page, heading_number("Measured: one update"))
+    assert "4, 6, 8 and 12 GiB" in text or "4、6、8 和 12 GiB" in text
+    groups = {row["variant"]["group"] for row in ROWS.values()}
+    assert not groups & {"budgets", "small-batches"}
+    assert not set(ROWS) & {"olmo2-7b", "ragged-resident", "ragged-padded"}
+    assert {v.name for v in VARIANTS if v.group == "ablation"} - set(ROWS), "the ablation is complete"
+
+
+@both
+def test_the_bytes_of_each_optimizer_state_add_up(page):
+    text = section(page, heading_number("Fitting the card"))
+    assert f"{OLMO2_1B.parameters():,}" in text
+    rows = wide_rows(text, 8)
+    assert [re.match(r"`(\w+)`", row[0])[1] for row in rows] == list(STATE_BYTES)
+    for name, *parts, total, size in rows:
+        assert sum(map(int, parts)) == int(total), name
+        assert f"{int(total) * OLMO2_1B.parameters() / 2**30:.1f} GiB" == size, name
+        assert int(total) == 4 + STATE_BYTES[re.match(r"`(\w+)`", name)[1]], name
+
+
+@both
+def test_the_realised_shares_are_those_of_the_log(page):
+    log = (ROOT / "runs" / "optimizer-state" / "shares.txt").read_text(encoding="utf-8")
+    assert "after 200 steps" in log
+    shown = {row[0].strip("`"): row[1:] for row in wide_rows(section(page, heading_number("Fitting the card")), 3)}
+    assert list(shown) == list(STATE_BYTES)
+    for column, rate in enumerate(("1e-06", "1e-05")):
+        block = re.search(rf"^matrix[^\n]*learning rate {rate}\n(.*?)(\n\n|\Z)", log, re.MULTILINE | re.DOTALL)[1]
+        for state, stored in re.findall(r"^ +(\w+) +([\d.]+)%", block, re.MULTILINE):
+            assert shown[state][column] == f"{stored} %", (state, rate)
+
+
+@both
+def test_the_families_are_those_of_the_engine(page):
+    text = section(page, heading_number("Fitting the card"))
+    assert all(name in text for name in FAMILIES.values())
+    assert len(FAMILIES) == 4, "the section on limits counts them"
+
+
+@both
+def test_every_command_is_in_the_table_of_commands(page):
+    named = re.findall(r"`a5 ([^`]+)`", section(page, heading_number("Commands")))
+    assert sorted(named) == sorted(COMMANDS)
+
+
+def test_the_listing_of_a_run_folder_names_every_record():
+    listing = next(content for language, content in blocks("README.md") if "runs/first/" in content)
+    for name in (METRICS_FILE, EVALUATIONS_FILE, MEMORY_FILE, PLAN_FILE, "config.json", "command.txt"):
+        assert f" {name} " in listing, name
 
 
 def test_the_metrics_table_is_the_code():
@@ -244,7 +413,8 @@ def tree(page):
 def test_the_file_tree_is_complete(page):
     paths = tree(page)
     assert not [path for path in paths if not (ROOT / path).exists()]
-    files = [p.relative_to(ROOT).as_posix() for top in ("a5lib", "solutions") for p in (ROOT / top).glob("*.py")]
+    folders = ("a5lib", "a5lib/engines", "solutions")
+    files = [p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).glob("*.py")]
     assert not set(files) - set(paths), f"{page}: no line for {sorted(set(files) - set(paths))}"
     assert len(paths) == len(set(paths))
 

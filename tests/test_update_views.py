@@ -62,7 +62,12 @@ def test_a_saving_whose_row_failed_is_left_blank() -> None:
     assert ablation_table([*rows, broken]).splitlines()[2].split()[-2:] == ["-", "-"]
 
 
-@pytest.mark.parametrize("rows", [[], [row("ablation-none")], [row("ablation-only-head"), row("ablation-all")]])
+def test_rows_that_are_not_measured_yet_are_left_blank() -> None:
+    table = ablation_table([row("ablation-none", 30), row("ablation-only-head", 24, what="only head")]).splitlines()
+    assert [line.split() for line in table[2:]] == [["head", "-6.00", "+0.00", "-", "-"], ["all", "together", "-", "-"]]
+
+
+@pytest.mark.parametrize("rows", [[], [row("ablation-none")], [row("ablation-without-head"), row("ablation-all")]])
 def test_a_log_without_these_rows_says_so(rows: list[dict[str, Any]]) -> None:
     assert ablation_table(rows) == NOTHING
     assert update_table([]) == NOTHING

@@ -12,9 +12,10 @@ from a5lib.config import ResolvedConfig
 from a5lib.engines import Engine
 from a5lib.engines.attention import flash_fits
 from a5lib.engines.layer_major import LayerMajorEngine
-from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize, plan_update
+from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize
 from a5lib.engines.resident import ResidentEngine
 from a5lib.memory import ModelShape
+from a5lib.preflight import checked_plan, this_machine
 
 
 def plan_run(
@@ -37,7 +38,7 @@ def plan_run(
         dtype: type of the parameters.
 
     Raises:
-        UserError: nothing fits.
+        UserError: card or host memory is short; says by how much, and names the nearest setting that fits.
     """
     on_card = device.type == "cuda"
     size = UpdateSize(
@@ -54,9 +55,10 @@ def plan_run(
     budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
     if on_card and budget is None:
         budget = torch.cuda.mem_get_info(device)[0]
-    return plan_update(
+    return checked_plan(
         ModelShape.of(model_config),
         size,
+        this_machine(device),
         budget=budget,
         engine=engine,
         optimizer_state=config.optimizer_state,

@@ -37,7 +37,11 @@ class HostMemory:
         if not self.pins:
             return torch.empty(numel, dtype=dtype)
         size = max(1, -(-numel * dtype.itemsize // PAGE)) * PAGE
-        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        area = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: large pages are pinned faster
+            with contextlib.suppress(OSError):
+                area.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(area, dtype=torch.uint8)
         if pin(buffer):
             self._pinned.append(buffer)
         else:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from a5lib.engines import Batch
 from a5lib.engines.attention import Packing
-
-SEGMENTS = 32  # where shapes are fixed, the number of segments is a multiple of this
+from a5lib.engines.plan import SEGMENT_TOKENS, SEGMENTS
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
         batch: see `Engine.accumulate`.
         tokens: tokens in a microbatch.
         fixed: fill every microbatch up to `tokens`, with segments that count for nothing, so that all have one shape
-            (which compiled code wants), and leave out the lengths of segments, which one kernel does not need.
+            (which compiled code wants), and leave out the lengths of segments, which one kernel does not need. Every
+            segment costs that kernel memory, so a long microbatch then has at most one in `SEGMENT_TOKENS` tokens.
         longest: tokens of a segment that the attention must be ready for; 0: those of this batch.
 
     >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [5, 6, 8], [9, 4, 0]]),
@@ -93,19 +93,21 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
     ordered = [sorted(rows, key=lambda row: -row.length) for rows in groups.values()]
     ordered.sort(key=lambda rows: -rows[0].length)
 
+    most = max(SEGMENTS - 2, tokens // SEGMENT_TOKENS) if fixed else 2 * len(numbers)
     microbatches: list[list[list[Row]]] = []
-    room = 0
+    room = segments = 0
     for rows in ordered:
-        fresh = True  # this microbatch does not hold the prompt yet
+        here = 0  # rows of this group in this microbatch: the first brings the prompt, the second makes it shared
         for row in rows:
-            needed = row.length if fresh else row.length - row.prompt
-            if needed > room or not microbatches:
+            needed = row.length if here == 0 else row.length - row.prompt
+            pieces = 2 if here == 1 else 1
+            if needed > room or pieces > segments or not microbatches:
                 microbatches.append([])
-                room, needed, fresh = max(tokens, row.length), row.length, True
-            if fresh:
+                room, segments, needed, pieces, here = max(tokens, row.length), most, row.length, 1, 0
+            if here == 0:
                 microbatches[-1].append([])
             microbatches[-1][-1].append(row)
-            room, fresh = room - needed, False
+            room, segments, here = room - needed, segments - pieces, here + 1
     return [_lay_out(batch, mask, part, tokens if fixed else 0, longest) for part in microbatches]
 
 

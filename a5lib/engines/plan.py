@@ -32,6 +32,8 @@ SLACK = 0.03  # share of a budget that is left for gaps between allocations
 MICROBATCH_TOKENS = (6144, 4096, 3072, 2048, 1024, 512, 256, 128)
 HEAD_BLOCK = {True: 512, False: 128}  # tokens whose logits exist at one time: compiled, plain
 BUCKET = 1 << 23  # parameters of one bucket of the step
+# Gradients of the head's matrix besides the one that is kept: in "blocks" autograd adds one block's to those before.
+HEAD_GRADIENTS: Mapping[HeadName, int] = {"full": 1, "blocks": 3, "fused": 0}
 ADAMW_BLOCK = 1 << 21  # parameters that the resident engine's AdamW updates at one time
 # Temporaries of an update that is not compiled, in float32 numbers for each parameter that is updated at one time.
 ADAMW_NUMBERS: Mapping[OptimizerState, int] = {"fp32": 3, "bf16": 6, "bf16_stochastic": 9, "bf16_kahan": 6}
@@ -221,13 +223,24 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
     )  # fmt: skip
     held = {name: ledger[name] for name in ("weights", "optimizer state")}
     gradients = {"gradients": ledger["gradients"]}
-    one_layer = microbatch * size.longest * shape.activation_bytes_per_token(bytes_per_weight)
+    one_layer = min(microbatch, size.sequences) * size.longest * shape.activation_bytes_per_token(bytes_per_weight)
+    stored = {name: ledger[name] for name in ("weights", "gradients", "optimizer state", "layer inputs")}
+    if not recompute_layers:
+        stored["layer at work"] = ledger["layer at work"]  # of all layers, all the way
+    # The ledger adds up what is never there at one time. The worst moment is in the head, in a layer, or at the end.
+    matrix = shape.vocabulary * shape.hidden * bytes_per_weight
+    new = "gradient before it is added"
+    moments = [
+        {new: HEAD_GRADIENTS[head] * matrix, "logits": ledger["logits"]},
+        {"layer at work": one_layer, new: 3 * shape.hidden * shape.intermediate * bytes_per_weight},
+        {new: matrix},
+    ]
     scoring = {"layer at work": one_layer, "logits": ledger["logits"]}  # without a graph no layer keeps anything
     card = {
         "load": held,
         "generate": held | _generation(shape, size, bytes_per_weight),
         "score": held | (scoring if size.scored else {}),
-        "update": ledger,
+        "update": max((moment | stored for moment in moments), key=lambda buffers: sum(buffers.values())),
         "step": held | gradients | {"AdamW's temporaries": 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK},
         "save": held,
     }
