@@ -113,7 +113,8 @@ def accumulate_gradients(
     Args:
         model: the policy.
         batch: "input_ids", "labels" int64 [B, T]; "response_mask" bool [B, T]; "advantages" float32 [B]; optional
-            "old_log_probs" float32 [B, T] (needed by all methods but "none") and "rollout_log_probs" float32 [B, T].
+            "old_log_probs" float32 [B, T] (needed by all methods but "none"), "rollout_log_probs" float32 [B, T] and
+            "loss_weights" float32 [B, T], by which each token's loss is multiplied.
         gradient_accumulation_steps: a microbatch has at most B / this many rows, rounded up.
         importance_reweighting_method, cliprange: as in `compute_policy_gradient_loss`.
         loss_normalization, normalization_constant: as in `aggregate_loss_across_microbatch`.
@@ -168,6 +169,8 @@ def accumulate_gradients(
             cliprange,
             part_mask,
         )
+        if "loss_weights" in part:
+            per_token_loss = per_token_loss * part["loss_weights"]
         loss = algo.aggregate_loss_across_microbatch(
             per_token_loss, part_mask, loss_normalization, normalization_constant
         )

@@ -181,6 +181,19 @@ def test_the_statistics_are_those_of_the_resident_engine() -> None:
         assert stats == pytest.approx(wanted, rel=1e-5, abs=1e-7), algorithm
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "offpolicy_clip", "offpolicy_gspo"])
+def test_the_weights_of_the_losses_are_those_of_the_resident_engine(algorithm: str) -> None:
+    batch = shared_batch()
+    weights = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(0)) * 2
+    model = tiny_olmo2().double()
+    other, this = resident(model, config(algorithm)), layer_major(model, config(algorithm))
+    wanted = other.accumulate({**batch, "loss_weights": weights})[0]
+    assert this.accumulate({**batch, "loss_weights": weights})[0] == pytest.approx(wanted)
+    assert_gradients(this, gradients(other))
+    this.norms = None
+    assert this.accumulate(batch)[0] != pytest.approx(wanted, rel=1e-3), "weights that change nothing test nothing"
+
+
 def test_a_row_may_be_longer_than_the_plan_foresaw() -> None:
     check("offpolicy_clip", tied=False, longest=2, microbatch_tokens=3)
 

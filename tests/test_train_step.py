@@ -123,6 +123,22 @@ def test_presets_against_float64_loops_through_a_real_model(impl, tiny_model, na
         assert 0 < metadata["clip_fraction"] < 1
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("normalization", ["sequence", "constant", "token"])
+def test_each_tokens_loss_is_multiplied_by_its_weight(impl, any_model, normalization, steps):
+    scores = GivenScores([[-1.0] * 3] * 2, [[1.0] * 3] * 2)
+    weights = [[2.0, 0.5, 7.0], [1.5, 7.0, 7.0]]
+    batch = scores.batch([[1, 1, 0], [1, 0, 0]], [2.0, -1.0], loss_weights=weights)
+    loss, metadata = impl.accumulate_gradients(any_model, batch, steps, "none", None, normalization, 10, score=scores)
+    # losses are 2 * 2 and 2 * 0.5 in the first row and -1 * 1.5 in the second; two rows, three tokens, constant 10
+    by_hand = {"sequence": (5.0 / 2 - 1.5) / 2, "token": (5.0 - 1.5) / 3, "constant": (5.0 - 1.5) / 10}
+    assert loss.item() == pytest.approx(by_hand[normalization])
+    share = {"sequence": (1 / 4, 1 / 2), "token": (1 / 3, 1 / 3), "constant": (1 / 10, 1 / 10)}[normalization]
+    by_hand = [[-2 * 2.0 * share[0], -2 * 0.5 * share[0], 0.0], [1.5 * share[1], 0.0, 0.0]]
+    assert scores.log_probs.grad.tolist() == [pytest.approx(row) for row in by_hand]
+    assert metadata["trained_tokens"] == 3, "the statistics do not know the weights"
+
+
 @pytest.mark.parametrize("normalization", ["sequence", "constant", "token"])
 def test_skipped_rows_stay_in_the_denominators(impl, any_model, normalization):
     scores = GivenScores([[-1.0] * 3] * 4, [[1.0] * 3] * 4)

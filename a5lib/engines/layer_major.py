@@ -251,6 +251,8 @@ class LayerMajorEngine:
             batch["advantages"], log_probs, preset.importance_reweighting_method, batch.get("old_log_probs"),
             preset.cliprange, batch["response_mask"],
         )  # fmt: skip
+        if "loss_weights" in batch:
+            per_token = per_token * batch["loss_weights"]
         loss = self.algo.aggregate_loss_across_microbatch(
             per_token, batch["response_mask"], preset.loss_normalization, constant
         )

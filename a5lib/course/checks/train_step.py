@@ -319,6 +319,24 @@ def old_log_probs_follow_their_rows(algo: Algo) -> None:
 
 
 @checks("accumulate_gradients")
+def losses_are_weighted_token_by_token(algo: Algo) -> None:
+    """Where the batch has "loss_weights", each token's loss is multiplied by its own."""
+    weights = {"loss_weights": torch.tensor([[2.0, 0.5, 9.0], [1.0, 0.25, 9.0]])}
+    mask = [[1, 1, 0], [1, 1, 0]]
+    _, loss, _ = accumulate(algo, mask, [1.0, 2.0], 2, "none", None, "constant", 1, columns=weights)
+    expect(
+        "the loss",
+        loss,
+        5.0,  # every log-probability is -1: 1 (2 + 0.5) + 2 (1 + 0.25)
+        given="loss_weights 2 and 0.5, and 1 and 0.25, 2 steps, constant 1",
+        mistakes={
+            'The weights were left out: multiply the loss of each token by batch["loss_weights"] where it is there.': 6.0
+        },
+        likely='Multiply the loss of each token by its own entry of batch["loss_weights"], before the mean or the sum.',
+    )
+
+
+@checks("accumulate_gradients")
 def options_are_handed_on(algo: Algo) -> None:
     """The temperature reaches the scores, and cliprange the loss."""
     table, *_ = accumulate(algo, [[1]], [1.0], 1, temperature=0.5)
