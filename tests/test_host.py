@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from a5lib.course import load_algo
 from a5lib.engines import hidden, host
-from a5lib.engines.host import PAGE, HostMemory, Lane, Lanes
+from a5lib.engines.host import PAGE, HostMemory, Lane, Lanes, SharedWeights
 from a5lib.engines.layer_major import LayerMajorEngine
+from a5lib.engines.plan import Plan
 from a5lib.engines.trip import Trip
+from a5lib.rollouts.weight_channel import WeightChannel, lay_out
 from tests.engine_tools import CPU, config, everything, layer_major, ragged_batch, same_bits
 from tests.helpers import tiny_olmo2
 from tests.streams import Streams
@@ -28,8 +32,8 @@ LAYERS = frozenset({f"layer {i}" for i in range(5)})
 class Pinning(HostMemory):
     """Host memory that asks for pins also where there is no card."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, shared: SharedWeights | None = None) -> None:
+        super().__init__(device, shared)
         self.pins = True
 
 
@@ -90,6 +94,47 @@ def test_training_goes_on_in_plain_memory_where_every_pin_is_refused(monkeypatch
             engine.step(1e-3)
     assert [str(w.message).split(";")[0] for w in said] == ["The system refused to pin 0.00 GiB of host memory"]
     assert same_bits(everything(plain), everything(refused))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_another_process_reads_lie_where_it_reads_them(tied: bool) -> None:
+    model = tiny_olmo2(tied=tied)
+    batch = ragged_batch(model)
+    channel = WeightChannel(lay_out(model.named_parameters()))
+    plan: dict[str, Any] = {"longest": 16, "microbatch_tokens": 24, "head_block": 5, "bucket": 5000}
+    plan["resident"] = frozenset({"layer 1"})
+    plain = layer_major(model, config(), **plan)
+    algo = load_algo("solutions")
+    shared = LayerMajorEngine(copy.deepcopy(model), config(), algo, Plan(**plan), CPU, channel)
+    for engine in (plain, shared):
+        engine.accumulate(batch)
+        engine.step(1e-3)
+    assert same_bits(everything(plain), everything(shared))
+    shared.release()
+    away = [name for name, w in shared.weights() if w.data_ptr() != channel.tensors[name].data_ptr()]
+    assert away == [name for name, _ in model.named_parameters() if ".layers.1." in name], "the unit that is resident"
+    assert all(torch.equal(channel.tensors[name], w) for name, w in shared.weights() if name not in away)
+    channel.write(shared.weights())
+    assert all(torch.equal(channel.tensors[name], w) for name, w in plain.weights())
+
+
+def test_the_memory_that_another_process_reads_is_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    unpinned: list[Tensor] = []
+    monkeypatch.setattr(host, "pin", lambda buffer: pinned.append(buffer) is None)
+    monkeypatch.setattr(host, "_unpin", unpinned.extend)
+    gap = [("a", torch.zeros(16)), ("b", torch.zeros(3)), ("c", torch.zeros(16))]
+    channel = WeightChannel(lay_out(gap))
+    memory = HostMemory(torch.device("cuda"), channel)
+    assert [b.data_ptr() for b in pinned] == [channel.buffer.data_ptr()] and channel.buffer.data_ptr() % PAGE == 0
+    place = memory.weights(["a", "b"], 19, torch.float32)
+    assert (place.data_ptr(), place.shape, place.dtype) == (channel.tensors["a"].data_ptr(), (19,), torch.float32)
+    for names, numel in ((["b", "c"], 19), (["b", "a"], 19), (["a", "x"], 20), ([], 0)):  # a gap, other order, unknown
+        assert memory.weights(names, numel, torch.float32).shape == (numel,)
+    assert len(pinned) == 5, "memory of its own, pinned as any other"
+    del memory
+    gc.collect()
+    assert len(unpinned) == 5, "pins are given back"
 
 
 def test_a_pin_is_asked_of_the_driver_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Engine
 from a5lib.engines.attention import flash_fits
+from a5lib.engines.host import SharedWeights
 from a5lib.engines.layer_major import LayerMajorEngine
 from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize
 from a5lib.engines.resident import ResidentEngine
@@ -76,8 +77,15 @@ def compiles(device: torch.device, dtype: torch.dtype) -> bool:
     return flash_fits(device, dtype) and importlib.util.find_spec("triton") is not None
 
 
-def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device) -> Engine:
-    """The engine that a plan names, for a model that lies on the CPU.
+def make_engine(
+    model: PreTrainedModel,
+    config: ResolvedConfig,
+    algo: Any,
+    plan: Plan,
+    device: torch.device,
+    shared: SharedWeights | None = None,
+) -> Engine:
+    """The engine that a plan names, for a model that lies on the CPU; `shared` as in `LayerMajorEngine`.
 
     A budget that was asked for becomes a hard cap: torch then refuses to allocate more, and the card's other users are
     safe.
@@ -87,6 +95,6 @@ def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan:
         share = (config.vram_budget * GIB - CONTEXT) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     if plan.engine == "layer_major":
-        return LayerMajorEngine(model, config, algo, plan, device)
+        return LayerMajorEngine(model, config, algo, plan, device, shared)
     torch.nn.Module.to(model, device)
     return ResidentEngine(model, config, algo, head_block=plan.head_block)

@@ -10,12 +10,26 @@ import contextlib
 import mmap
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+
+
+class SharedWeights(Protocol):
+    """Memory for weights that another process maps too (see `a5lib.rollouts.weight_channel.WeightChannel`)."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """All of it, uint8, from the beginning of a page."""
+        ...
+
+    def flat(self, names: Sequence[str]) -> Tensor | None:
+        """The place of these weights as one flat tensor, or None where they do not lie together."""
+        ...
 
 
 class HostMemory:
@@ -24,13 +38,25 @@ class HostMemory:
     Torch's own pinned allocator rounds every size up to a power of two; here a buffer has the size that was asked for.
     Where the system refuses to pin, the buffer is pageable: everything works, and copies are slower and wait. One
     warning says so. Pins are given back when this object goes.
+
+    Args:
+        device: the card, or the CPU.
+        shared: where weights are placed if they have a place there, so that they need not be copied for generation.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shared: SharedWeights | None = None) -> None:
         self.pins = device.type == "cuda"
         self.refused = 0
+        self.shared = shared
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned)
+        if shared is not None and self.pins:
+            self._pin(shared.buffer)
+
+    def weights(self, names: Sequence[str], numel: int, dtype: torch.dtype) -> Tensor:
+        """As `empty`, for the weights of these names: their place in the shared memory, if they have one."""
+        place = None if self.shared is None else self.shared.flat(names)
+        return self.empty(numel, dtype) if place is None else place
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat tensor [numel] on the host."""
@@ -42,17 +68,21 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 area.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(area, dtype=torch.uint8)
+        self._pin(buffer)
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+    def _pin(self, buffer: Tensor) -> None:
         if pin(buffer):
             self._pinned.append(buffer)
-        else:
-            if not self.refused:
-                warnings.warn(
-                    f"The system refused to pin {size / 2**30:.2f} GiB of host memory; it is used as it is, so copies "
-                    "between host and card are about half as fast or slower and no longer run beside the work.",
-                    stacklevel=2,
-                )
-            self.refused += size
-        return buffer[: numel * dtype.itemsize].view(dtype)
+            return
+        size = buffer.numel()
+        if not self.refused:
+            warnings.warn(
+                f"The system refused to pin {size / 2**30:.2f} GiB of host memory; it is used as it is, so copies "
+                "between host and card are about half as fast or slower and no longer run beside the work.",
+                stacklevel=3,
+            )
+        self.refused += size
 
 
 def pin(buffer: Tensor) -> bool:

@@ -27,7 +27,7 @@ from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
 from a5lib.engines.attention import flash_fits
 from a5lib.engines.hidden import Levels
-from a5lib.engines.host import HostMemory, Lanes
+from a5lib.engines.host import HostMemory, Lanes, SharedWeights
 from a5lib.engines.packing import Microbatch, pack
 from a5lib.engines.parts import take_apart, undress
 from a5lib.engines.plan import STEP_BUFFERS, Plan
@@ -54,22 +54,32 @@ class LayerMajorEngine:
         algo: the exercise functions (see `a5lib.course.load_algo`).
         plan: what stays on the card, and the sizes of microbatches and blocks (see `plan_update`).
         device: the card; or the CPU, and then the "card" is plain memory too and the path is the same.
+        shared: memory in which the weights that live on the host are kept, if another process is to read them.
 
     Raises:
         UserError: the model is of a family that this engine does not know.
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan: Plan, device: torch.device
+        self,
+        model: PreTrainedModel,
+        config: ResolvedConfig,
+        algo: Any,
+        plan: Plan,
+        device: torch.device,
+        shared: SharedWeights | None = None,
     ) -> None:
         self.model, self.config, self.algo, self.plan, self.device = model, config, algo, plan, device
         self.parts = take_apart(model, device)
         self.width = self.parts.embedding.shapes[0][1]
         self.dtype = self.parts.embedding.parameters[0].dtype
-        self.host, self.lanes = HostMemory(device), Lanes(device)
+        self.host, self.lanes = HostMemory(device, shared), Lanes(device)
+        state = state_dtypes(self.dtype, config.optimizer_state)
         for unit in self.parts.units:
-            empty = self.empty if unit.name in plan.resident else self.host.empty
-            unit.settle(empty, state_dtypes(self.dtype, config.optimizer_state))
+            if unit.name in plan.resident:
+                unit.settle(self.empty, state)
+            else:
+                unit.settle(self.host.empty, state, self.host.weights)
         self.levels = Levels(self.host, plan.microbatch_tokens, self.width, self.dtype)
         self.flash = flash_fits(device, self.dtype)
         self.compiled = plan.compiled and self.flash

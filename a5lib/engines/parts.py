@@ -39,10 +39,18 @@ class Unit:
         self.numel = sum(sizes)
         self.flat: dict[str, Tensor] = {}
 
-    def settle(self, empty: Callable[[int, torch.dtype], Tensor], state: dict[str, torch.dtype]) -> None:
-        """Allocate the flat tensors with `empty(numel, dtype)`, move the weights in, and start the state at zero."""
+    def settle(
+        self,
+        empty: Callable[[int, torch.dtype], Tensor],
+        state: dict[str, torch.dtype],
+        weights: Callable[[list[str], int, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """Allocate the flat tensors with `empty(numel, dtype)`, the weights' with `weights(names, numel, dtype)` where
+        it is given; move the weights in, and start the state at zero.
+        """
         dtype = self.parameters[0].dtype if self.parameters else torch.float32
-        self.flat = {name: empty(self.numel, dtype) for name in ("weight", "grad")}
+        home = empty(self.numel, dtype) if weights is None else weights(self.names, self.numel, dtype)
+        self.flat = {"weight": home, "grad": empty(self.numel, dtype)}
         for parameter, view in zip(self.parameters, self.views(self.flat["weight"]), strict=True):
             view.copy_(parameter.data)
             parameter.data = view

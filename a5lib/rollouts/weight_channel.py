@@ -122,6 +122,17 @@ class WeightChannel:
             torch.cuda.synchronize(card)
         return {name: int(value) for name, value in sums.items()}
 
+    def flat(self, names: Sequence[str]) -> Tensor | None:
+        """The memory of these tensors as one, [elements of all], for an engine that keeps them end to end; None where
+        they do not lie so, in this order and without a gap, or differ in dtype.
+        """
+        chosen = [slot for slot in self.slots if slot.name in set(names)]
+        ends = [slot.offset + _bytes(slot) for slot in chosen]
+        together = all(end == slot.offset for end, slot in zip(ends, chosen[1:], strict=False))
+        if [slot.name for slot in chosen] != list(names) or not together or len({s.dtype for s in chosen}) != 1:
+            return None
+        return self.buffer[chosen[0].offset : ends[-1]].view(getattr(torch, chosen[0].dtype))
+
     def close(self) -> None:
         """Let go of the memory; it is freed when no tensor and no process uses it any more. Harmless when repeated."""
         if self.descriptor >= 0:
