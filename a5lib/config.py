@@ -25,6 +25,7 @@ LossNormalization = Literal["sequence", "constant"]
 OptimizerState = Literal["fp32", "bf16", "bf16_stochastic", "bf16_kahan"]
 EngineName = Literal["resident", "layer_major"]
 HeadName = Literal["full", "blocks", "fused"]
+BackendName = Literal["transformers", "vllm-colocated"]
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,17 @@ class TrainConfig:
     """Sampling temperature; log-probabilities are scored at the same one."""
     top_p: float = 1.0
     """Nucleus sampling mass; 1 samples from the whole distribution."""
-    generation_backend: Literal["transformers"] = "transformers"
-    """What generates the rollouts."""
+    generation_backend: BackendName = "transformers"
+    """What generates the rollouts: `transformers`, or vLLM in a process of its own that takes turns with the trainer on
+    the same card (`vllm-colocated`)."""
+    vllm_python: Path | None = None
+    """The Python that has vLLM, such as vllm-env/bin/python (default: the one that trains)."""
     generation_batch_size: int | None = None
-    """Responses decoded side by side; lower it when generation runs out of memory (toy 256, otherwise 32)."""
+    """Responses decoded side by side; lower it when generation runs out of memory (toy 256, otherwise 32, with vLLM the
+    rollout batch up to 256)."""
+    mismatch_correction: Literal["none", "tis"] = "none"
+    """`tis` multiplies each token's loss by min(p / q, 2): p is its probability by the trainer and q by what generated
+    it (truncated importance sampling)."""
 
     train_batch_size: int | None = None
     """Responses in one optimizer step (on-policy: the rollout batch; off-policy: 8)."""
@@ -174,7 +182,7 @@ class TrainConfig:
         unknown = sorted(set(values) - names)
         if unknown:
             raise UserError(f"The config has the unknown field {unknown[0]!r}; expected only fields of TrainConfig.")
-        paths = {"train_file", "val_file", "output_dir"}
+        paths = {"train_file", "val_file", "output_dir", "vllm_python"}
         fields: dict[str, Any] = {k: Path(v) if k in paths and v is not None else v for k, v in values.items()}
         return cls(**fields)
 
@@ -197,6 +205,16 @@ class ResolvedConfig(TrainConfig):
     eval_samples: int = 0
     generation_batch_size: int = 0
     log_rollouts_every: int = 0
+
+    @property
+    def measures_mismatch(self) -> bool:
+        """Whether each rollout batch is scored once, for the trainer's log-probabilities beside those of generation."""
+        return self.generation_backend != "transformers" or self.mismatch_correction != "none"
+
+    @property
+    def scores(self) -> bool:
+        """Whether each rollout batch is scored before its first update."""
+        return self.measures_mismatch or self.preset.importance_reweighting_method != "none"
 
     @property
     def normalization_constant(self) -> int:
@@ -229,6 +247,7 @@ ASSIGNMENT_DEFAULTS: dict[str, Any] = {
     "log_rollouts_every": 40,
 }
 OFF_POLICY_TRAIN_BATCH_SIZE = 8
+VLLM_BATCH_SIZE = 256  # sequences that vLLM decodes side by side at most, unless another number is asked for
 MICROBATCH_SIZE = 8
 
 # A resumed run may change these; every other field must be what it was.
@@ -242,6 +261,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "tracker",
         "generation_batch_size",
         "vram_budget",
+        "vllm_python",
     }
 )
 
@@ -272,7 +292,11 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
             f"Unknown algorithm {config.algorithm!r}; did you mean {guess!r}? Choose from {', '.join(ALGORITHMS)}."
         )
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
-    defaults = TOY_DEFAULTS if config.model == TOY else ASSIGNMENT_DEFAULTS
+    defaults = dict(TOY_DEFAULTS if config.model == TOY else ASSIGNMENT_DEFAULTS)
+    if config.generation_backend != "transformers":
+        defaults["generation_batch_size"] = min(
+            VLLM_BATCH_SIZE, config.rollout_batch_size or defaults["rollout_batch_size"]
+        )
     values |= {name: value for name, value in defaults.items() if values[name] is None}
     if values["train_batch_size"] is None:
         off_policy = ALGORITHMS[config.algorithm].off_policy
@@ -287,6 +311,8 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     resolved = ResolvedConfig(**values)
     _check_numbers(resolved)
     _check_batches(resolved)
+    if resolved.generation_backend != "transformers":
+        _check_vllm(resolved)
     return resolved
 
 
@@ -313,6 +339,21 @@ def _check_numbers(config: ResolvedConfig) -> None:
         raise UserError(f"--cliprange is {config.cliprange}; it must be greater than 0.")
     if config.temperature == 0:
         raise UserError("--temperature is 0; training needs samples that differ, so choose a value above 0, such as 1.")
+
+
+def _check_vllm(config: ResolvedConfig) -> None:
+    """What vLLM would refuse, or do otherwise without a word, is said before it starts."""
+    if not 0.01 <= config.temperature <= 2:
+        raise UserError(
+            f"--temperature is {config.temperature:g}, but vLLM samples at 0.01 to 2 alone; choose one of these, or "
+            "--generation-backend transformers."
+        )
+    if config.top_p < 1 and config.temperature != 1:
+        raise UserError(
+            f"--top-p {config.top_p:g} does not go with --temperature {config.temperature:g} here, because vLLM gives "
+            "log-probabilities before the temperature or after top-p; set one of them to 1, or use "
+            "--generation-backend transformers."
+        )
 
 
 def _check_batches(config: ResolvedConfig) -> None:

@@ -93,6 +93,14 @@ METRICS: dict[str, str] = {
     "ratio_max": "Largest importance ratio on a trained response token (1 where none is used).",
     "kl_rollout": "Estimate of KL(rollout policy || current policy) per trained response token: the mean of "
     "exp(d) - 1 - d, with d = current minus sampling log-probability.",
+    "mismatch_mean": "Mean over trained response tokens of the absolute difference between the trainer's "
+    "log-probability before the first update and that of generation, in nats; this and the next three only with vLLM "
+    "or `--mismatch-correction tis`.",
+    "mismatch_max": "The largest such difference.",
+    "mismatch_ess": "Effective sample size of the weights w = exp(trainer - generation): (sum w)^2 / sum w^2, divided "
+    "by the number of tokens; 1 where both agree.",
+    "mismatch_capped": "Share of trained response tokens whose weight is above 2, where `--mismatch-correction tis` "
+    "cuts it.",
     "reward_mean": "Mean reward of the rollout batch (the answer's correctness, 0 or 1).",
     "reward_std": "Population standard deviation of the reward over the rollout batch.",
     "format_reward_mean": "Share of responses in the required format; logged, never paid.",

@@ -2,7 +2,8 @@
 
 It does not know which engine trains, which backend generates, or whose code computes the mathematics: it receives
 `algo`. An on-policy preset takes one optimizer step on each rollout batch; an off-policy preset cuts the batch into
-train batches and takes a step on each, against log-probabilities that were scored once, before the first.
+train batches and takes a step on each, against log-probabilities that were scored once, before the first. Where the
+backend takes the card, the engine leaves it before each generation and takes it back at its next call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -51,8 +52,9 @@ from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.recorder import MemoryRecorder
 from a5lib.records import Completion, Problem, Rollout
-from a5lib.rollouts import RolloutBackend
-from a5lib.rollouts.transformers_backend import TransformersRollouts
+from a5lib.rollouts.choice import check_backend, make_backend
+from a5lib.rollouts.mismatch import MismatchWatch, mismatch, truncated_importance_weights
+from a5lib.rollouts.vllm_backend import LOG_FILE
 from a5lib.runlog import EVALUATIONS_FILE, RunLog, read_config, read_jsonl
 from a5lib.toy_problems import Split, toy_problems
 
@@ -104,6 +106,7 @@ def train(
         stays).
     """
     config = resolve(flags)
+    check_backend(config)
     preset = config.preset
     template = load_prompt(config.prompt)
     grader = grader_name(template, config.grader)
@@ -132,8 +135,9 @@ def train(
 
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.seed)
-    engine = make_engine(model, config, algo, plan, device)
-    backend: RolloutBackend = TransformersRollouts(model, tokenizer, config.generation_batch_size, device)
+    backend = make_backend(config, model, tokenizer, device, plan, run_dir)
+    engine = make_engine(model, config, algo, plan, device, shared=backend.channel)
+    watch = MismatchWatch(dtype)
     state = RunState()
     data = {"--train-file": fingerprint(train_problems), "--val-file": fingerprint(val_problems)}
     warnings: list[str] = []
@@ -155,8 +159,14 @@ def train(
     if resume:
         say(f"Continuing after step {state.step} of {config.num_steps}.")
 
-    def validate(samples: int, *, greedy: bool = False) -> Evaluation:
+    def hand_over() -> None:
+        """The current weights to the backend, and the card too where the two take turns."""
+        if backend.takes_card:
+            engine.release()
         backend.sync(engine.weights(), state.step)
+
+    def validate(samples: int, *, greedy: bool = False) -> Evaluation:
+        hand_over()
         with (
             run_faults(f"Validation after step {state.step}", config),
             progress_bar(total=len(val_problems) * samples, desc="validate", unit="resp", leave=False) as progress,
@@ -189,8 +199,12 @@ def train(
         save_checkpoint(run_dir, state.step, tensors, json_state)
         return time.perf_counter() - started
 
-    with log:
+    with log, closing(backend):
         save_seconds = save() if config.save_every and not resume else 0.0
+        if backend.takes_card:
+            say(f"vLLM starts, which can take a minute; its own log: {run_dir / LOG_FILE}.")
+            engine.release()
+            backend.start()
         if state.step == 0:
             validate_fully("Before")
         bar = progress_bar(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,
@@ -202,7 +216,7 @@ def train(
                 with clock("generate"), run_faults(f"Step {step}, generation", config):
                     problems = sampler.next_batch()
                     prompts = [encode_prompt(tokenizer, template.render(p.question)) for p in problems]
-                    backend.sync(engine.weights(), state.step)
+                    hand_over()
                     completions = backend.generate(
                         prompts, n=config.group_size, max_tokens=config.max_tokens, temperature=config.temperature,
                         top_p=config.top_p, stop=template.stop, seed=stream_seed(config.seed, ROLLOUT_STREAM, step),
@@ -219,10 +233,21 @@ def train(
                     )
 
                 batch = make_batch(algo, tokenizer.pad_token_id, prompts, completions, advantages)
-                if preset.importance_reweighting_method != "none":
+                mismatch_metrics: dict[str, float] = {}
+                if config.scores:
                     # Once, before the first update changes the policy.
                     with clock("score"), run_faults(f"Step {step}, scoring", config):
-                        batch["old_log_probs"] = engine.score(batch)["log_probs"]
+                        log_probs = engine.score(batch)["log_probs"]
+                    if preset.importance_reweighting_method != "none":
+                        batch["old_log_probs"] = log_probs
+                    if config.measures_mismatch:
+                        trained = batch["response_mask"] & (batch["advantages"] != 0)[:, None]  # what was scored
+                        both = batch["rollout_log_probs"], log_probs, trained
+                        mismatch_metrics = mismatch(*both)
+                        if config.mismatch_correction == "tis":
+                            batch["loss_weights"] = truncated_importance_weights(*both)
+                        if jump := watch.jump(mismatch_metrics["mismatch_mean"]):
+                            say(f"Step {step}: {jump}")
 
                 updates = []
                 with clock("update"):
@@ -249,6 +274,7 @@ def train(
                     "step": step,
                     "optimizer_steps": state.optimizer_steps,
                     **combine_updates(updates),
+                    **mismatch_metrics,
                     **reward_stats,
                     "zero_variance_groups": advantage_stats["zero_variance_groups"],
                     **rollout_metrics(tokenizer, rollouts, grader),

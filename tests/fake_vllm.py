@@ -196,3 +196,50 @@ class FakeEngine:
                     "garbage list": b"[1, 2]\n"}[kind]  # fmt: skip
             os.write(int(sys.argv[sys.argv.index("--connection") + 1]), line)
         return kind
+
+
+class ToyEngine(FakeEngine):
+    """The fake with the model itself behind it, so that a run can learn from what it generates. Its files lie in the
+    folder that the environment names.
+    """
+
+    def __init__(self, settings):
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        folder = os.environ["A5_FAKE_VLLM"]
+        super().__init__({**settings, "folder": folder, "context": settings["max_model_len"]})
+        (self.folder / "settings.json").write_text(json.dumps(settings))
+        for name in ("a5lib", "a5lib.rollouts"):  # bare in a worker; here their contents are wanted
+            del sys.modules[name]
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        torch.set_num_threads(1)
+        config = AutoConfig.from_pretrained(settings["model"])
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"]))
+        self.tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+
+    def load(self, slots, buffer, checksums):
+        held = super().load(slots, buffer, checksums)
+        with torch.no_grad():
+            for name, tensor in views(slots, buffer).items():
+                self.model.get_parameter(name).copy_(tensor)
+        return held
+
+    def generate(self, prompts, *, n, seeds, progress, **options):
+        from a5lib.rollouts.transformers_backend import TransformersRollouts
+
+        fault = self.called("generate", prompts=len(prompts), n=n)
+        backend = TransformersRollouts(self.model, self.tokenizer)
+        backend.sync(self.model.named_parameters(), 0)
+        completions = backend.generate(prompts, n=n, seed=seeds[0][0], progress=progress, **options)
+        shift = 0.5 if fault == "shifted" else 0.0
+        return [
+            {"token_ids": c.token_ids, "log_probs": [p - shift for p in c.log_probs], "text": c.text,
+             "finish_reason": c.finish_reason}
+            for c in completions
+        ]  # fmt: skip
+
+    def sleep(self, level):
+        super().sleep(level)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()

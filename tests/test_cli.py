@@ -112,7 +112,13 @@ def refused(command: str, *words: str | Path) -> str:
         ("train --learning-rate abc", ["--learning-rate is 'abc'; it must be a number"]),
         ("train --temperature it's", ["""--temperature is "it's"; it must be a number"""]),
         ("train --dtype float16", ["--dtype is 'float16'; choose from 'auto', 'float32', 'bfloat16'"]),
-        ("train --generation-backend nothing", ["--generation-backend is 'nothing'", "'transformers'"]),
+        ("train --generation-backend nothing", ["--generation-backend is 'nothing'", "'vllm-colocated'"]),
+        ("train --generation-backend vllm-colocated", ["needs vLLM, which this Python", "--vllm-python"]),
+        ("train --generation-backend vllm-colocated --vllm-python no/python", ["no/python cannot be started"]),
+        (
+            f"train --generation-backend vllm-colocated --vllm-python {sys.executable}",
+            [f"{sys.executable} has no vLLM; install it there"],
+        ),
         ("train --num-steps -3", ["--num-steps is -3"]),
         # numbers that do not fit together
         ("train --algorithm maxr1", ["'maxr1'", "did you mean 'maxrl'"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,12 @@ def test_a_given_clip_range_replaces_the_presets_own() -> None:
         ({"cliprange": 0.0}, ["--cliprange is 0.0"]),
         ({"max_grad_norm": 0.0}, ["--max-grad-norm is 0.0"]),
         ({"adam_beta2": 1.0}, ["--adam-beta2 is 1.0"]),
+        ({"generation_backend": "vllm-colocated", "temperature": 2.01}, ["--temperature is 2.01", "0.01 to 2"]),
+        ({"generation_backend": "vllm-colocated", "temperature": 0.009}, ["--temperature is 0.009", "0.01 to 2"]),
+        (
+            {"generation_backend": "vllm-colocated", "top_p": 0.9, "temperature": 0.6},
+            ["--top-p 0.9", "--temperature 0.6", "set one of them to 1", "--generation-backend transformers"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_sentence(fields: dict, words: list[str]) -> None:
@@ -87,8 +94,32 @@ def test_group_size_1_is_fine_without_a_baseline() -> None:
     assert resolve(TrainConfig(group_size=1, algorithm="rft")).group_size == 1
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 2.0}, {"temperature": 0.01}, {"top_p": 0.9}, {"temperature": 0.6}])
+def test_what_vllm_samples_is_taken(fields: dict) -> None:
+    assert resolve(TrainConfig(generation_backend="vllm-colocated", **fields))
+    assert resolve(TrainConfig(temperature=3.0, top_p=0.5)), "transformers samples at any of them"
+
+
+def test_vllm_decodes_the_rollout_batch_side_by_side() -> None:
+    def decoded(**fields: Any) -> int:
+        return resolve(TrainConfig(generation_backend="vllm-colocated", **fields)).generation_batch_size
+
+    assert decoded() == 128
+    assert (decoded(model="some/folder"), decoded(rollout_batch_size=512)) == (256, 256)
+    assert decoded(generation_batch_size=7) == 7
+
+
+def test_a_run_scores_for_its_ratios_or_to_see_the_mismatch() -> None:
+    assert [resolve(TrainConfig(algorithm=name)).scores for name in ("grpo", "offpolicy_clip")] == [False, True]
+    assert resolve(TrainConfig(generation_backend="vllm-colocated")).scores
+    assert resolve(TrainConfig(mismatch_correction="tis")).scores
+    assert not resolve(TrainConfig(algorithm="offpolicy_clip")).measures_mismatch
+
+
 def test_json_round_trip_keeps_every_field(tmp_path: Path) -> None:
-    config = resolve(TrainConfig(train_file=tmp_path / "a b.jsonl", output_dir=tmp_path, cliprange=0.1))
+    config = resolve(
+        TrainConfig(train_file=tmp_path / "a b.jsonl", output_dir=tmp_path, cliprange=0.1, vllm_python=tmp_path)
+    )
     assert ResolvedConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 

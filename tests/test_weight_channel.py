@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import os
 import struct
@@ -187,6 +188,15 @@ def test_a_tensor_of_the_channel_stays_good_after_it_is_closed():
     norm = channel.tensors["model.norm.weight"].fill_(2.0)
     channel.close()
     assert norm.sum() == 16
+
+
+def test_a_channel_that_is_forgotten_is_closed():
+    before = held()
+    channel = WeightChannel(lay_out(weights().items()))
+    assert held() != before
+    del channel
+    gc.collect()
+    assert held() == before
 
 
 def test_without_anonymous_files_it_is_one_that_has_lost_its_name(monkeypatch):

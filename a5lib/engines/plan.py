@@ -26,6 +26,12 @@ TRIPS = ("score", "pass", "step")  # the parts of an update in which bytes trave
 # (`runs/bench-update/`, use of the card less what torch has reserved). Cards with fewer multiprocessors take less.
 CONTEXT = 1470 * MIB
 WORKSPACE = 64 * MIB  # cuBLAS
+# What vLLM takes of a card while it sleeps, at most: CUDA's context, kernels and recorded graphs. 1.43 GiB were seen on
+# an NVIDIA H200 with a model of 1.5 billion parameters.
+VLLM_ASLEEP = 1536 * MIB
+VLLM_TOKENS = 8192  # that vLLM works on at one time
+VLLM_BLOCK = 128  # tokens; it keeps keys and values in blocks of at most so many
+VLLM_ROWS = 32  # longest responses whose keys and values there is room for at least; the others wait
 SLACK = 0.03  # share of a budget that is left for gaps between allocations
 
 # Tokens that go through a layer together, from the fastest that was measured downward.
@@ -267,6 +273,12 @@ def _generation(shape: ModelShape, size: UpdateSize, w: int) -> dict[str, int]:
         "layer at work": max(prefill, attention),
         "logits of the next tokens": size.decoded * shape.vocabulary * (w + 5 * 4),
     }
+
+
+def vllm_cache(shape: ModelShape, longest: int, rows: int, w: int) -> int:
+    """Bytes of keys and values that vLLM needs at least to decode so many rows side by side, `VLLM_ROWS` at most."""
+    blocks = -(-(longest + 1) // VLLM_BLOCK)
+    return (min(rows, VLLM_ROWS) * blocks + 1) * VLLM_BLOCK * shape.kv_bytes_per_token(w)
 
 
 # --- the layer-major engine

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from a5lib.errors import UserError
 from a5lib.records import Completion
 
+if TYPE_CHECKING:
+    from a5lib.rollouts.weight_channel import WeightChannel
+
 
 class RolloutBackend(Protocol):
     """The face of a generation backend."""
+
+    @property
+    def takes_card(self) -> bool:
+        """Whether the engine must leave the card before `start` and `sync`."""
+        ...
+
+    @property
+    def channel(self) -> WeightChannel | None:
+        """Memory that weights are taken from, in which an engine may keep them; None where there is none."""
+        ...
+
+    def start(self) -> None:
+        """Get ready where that takes time; otherwise the first `sync` does."""
+        ...
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], step: int) -> None:
         """Take over the policy's weights as they are after rollout batch `step`; only then may it generate."""
@@ -44,6 +61,10 @@ class RolloutBackend(Protocol):
 
     def release(self) -> None:
         """Free what is held on the card for generation; `sync` takes it back."""
+        ...
+
+    def close(self) -> None:
+        """End for good, whatever state it is in; harmless when repeated."""
         ...
 
 

@@ -90,6 +90,9 @@ class TransformersRollouts:
         device: where to generate (None: where the model is).
     """
 
+    takes_card = False  # it generates with what the engine keeps there, or beside it
+    channel = None
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -119,6 +122,13 @@ class TransformersRollouts:
             self.model = copy.deepcopy(self.policy, copies)  # the memo's copies stand in for the parameters
             torch.nn.Module.to(self.model, self.device)  # buffers
         self.synced_step = step
+
+    def start(self) -> None:
+        """See `RolloutBackend.start`: it is ready."""
+
+    def close(self) -> None:
+        """See `RolloutBackend.close`."""
+        self.release()
 
     def release(self) -> None:
         """See `RolloutBackend.release`."""

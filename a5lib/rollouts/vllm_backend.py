@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from a5lib.engines.plan import VLLM_ASLEEP
 from a5lib.records import Completion
 from a5lib.rollouts import check_lengths, completion_seed
 from a5lib.rollouts.checksums import Held, differences
@@ -29,7 +30,7 @@ from a5lib.rollouts.worker_process import WorkerError, WorkerProcess
 
 ENGINE = "a5lib.rollouts.vllm_engine:VllmEngine"
 LOG_FILE = "vllm-worker.log"
-KEPT_ASLEEP = 1.5 * GIB  # of the card, at most: the worker's CUDA context, graphs and libraries
+KEPT_ASLEEP = VLLM_ASLEEP  # of the card, at most: the worker's CUDA context, graphs and libraries
 
 # The longest time in seconds that the worker may be silent at each request. Starting includes compilation.
 SECONDS = {"hello": 900.0, "wake": 60.0, "load": 300.0, "reset_prefix_cache": 60.0, "generate": 900.0, "sleep": 60.0,
@@ -46,8 +47,8 @@ class Event(NamedTuple):
 class VllmColocated:
     """The `RolloutBackend` that shares the trainer's card with vLLM. Taught in notebook 10.
 
-    The worker starts at the first `sync`. If it fails it is ended, with all that belongs to it, and the next `sync`
-    starts another.
+    The worker starts with `start`, or at the first `sync`. If it fails it is ended, with all that belongs to it, and
+    the next `sync` starts another.
 
     Args:
         weights: the policy's parameters by name: names, shapes and dtypes count here, not values.
@@ -66,6 +67,8 @@ class VllmColocated:
     Raises:
         UserError: the shared memory for the weights is not to be had.
     """
+
+    takes_card = True
 
     def __init__(
         self,
@@ -92,6 +95,16 @@ class VllmColocated:
         self._awake = False
         self._turn = threading.Lock()
         self._at_work = ""
+
+    def start(self) -> None:
+        """Start the worker and put it to sleep; some 60 s with a card, where vLLM compiles. Harmless when repeated.
+
+        Raises:
+            WorkerError: it does not start; says why.
+            RuntimeError: another call is still at work.
+        """
+        with self._alone("start"):
+            self._start()
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], step: int) -> None:
         """See `RolloutBackend.sync`. The trainer must have left the card.

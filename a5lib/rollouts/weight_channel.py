@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class WeightChannel:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
         self.descriptor = _reserve(channel_size(self.slots))
+        self._end = weakref.finalize(self, os.close, self.descriptor)
         self.buffer = attach(self.descriptor)
         self.tensors = views(self.slots, self.buffer)
 
@@ -136,7 +138,7 @@ class WeightChannel:
     def close(self) -> None:
         """Let go of the memory; it is freed when no tensor and no process uses it any more. Harmless when repeated."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            self._end()
             self.descriptor = -1
             self.tensors, self.buffer = {}, torch.empty(0, dtype=torch.uint8)
 

@@ -330,7 +330,7 @@ def losses_are_weighted_token_by_token(algo: Algo) -> None:
         5.0,  # every log-probability is -1: 1 (2 + 0.5) + 2 (1 + 0.25)
         given="loss_weights 2 and 0.5, and 1 and 0.25, 2 steps, constant 1",
         mistakes={
-            'The weights were left out: multiply the loss of each token by batch["loss_weights"] where it is there.': 6.0
+            'The weights were left out: multiply the loss of each token by batch["loss_weights"] if it is there.': 6.0
         },
         likely='Multiply the loss of each token by its own entry of batch["loss_weights"], before the mean or the sum.',
     )

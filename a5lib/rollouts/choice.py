@@ -1,0 +1,107 @@
+"""Which backend a run gets. Everything that is vLLM's alone is imported only where a run asks for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from a5lib.config import ResolvedConfig
+from a5lib.engines.plan import Plan, vllm_cache
+from a5lib.errors import UserError
+from a5lib.memory import ModelShape
+from a5lib.rollouts import RolloutBackend, vllm_backend
+from a5lib.rollouts.transformers_backend import TransformersRollouts
+from a5lib.rollouts.vllm_engine import VllmSettings
+
+PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+PROBE_SECONDS = 60
+MOST_OF_A_CARD = 0.95  # that vLLM is ever told to take
+
+
+def check_backend(config: ResolvedConfig) -> None:
+    """See that there is a vLLM to start, within a second and before any work; nothing of it is imported.
+
+    Raises:
+        UserError: the Python of --vllm-python cannot be started, or has no vLLM.
+    """
+    if config.generation_backend == "transformers":
+        return
+    python, remedy = config.vllm_python, "or use --generation-backend transformers"
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(
+                f"--generation-backend {config.generation_backend} needs vLLM, which this Python ({sys.executable}) "
+                f"does not have; name one that has it with --vllm-python, {remedy}."
+            )
+        return
+    try:
+        found = subprocess.run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"--vllm-python {python} cannot be started ({getattr(error, 'strerror', None) or error}); give the path of "
+            f"the Python that has vLLM, such as vllm-env/bin/python, {remedy}."
+        ) from error
+    if not found:
+        raise UserError(f"--vllm-python {python} has no vLLM; install it there, name another Python, {remedy}.")
+
+
+def make_backend(
+    config: ResolvedConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    plan: Plan,
+    run_dir: Path,
+) -> RolloutBackend:
+    """The backend that a config names. It is made before the engine, which may keep its weights in `channel`.
+
+    Args:
+        config: a resolved config.
+        model: the policy.
+        tokenizer: its tokenizer.
+        device: where the run computes.
+        plan: of the run; it says how much of a card vLLM gets.
+        run_dir: the run folder, for the log of the worker.
+
+    Raises:
+        UserError: the memory through which the weights travel is not to be had.
+    """
+    if config.generation_backend == "transformers":
+        return TransformersRollouts(model, tokenizer, config.generation_batch_size, device)
+    return vllm_backend.VllmColocated(
+        model.named_parameters(),
+        vllm_settings(config, model, device, plan),
+        run_dir,
+        python=None if config.vllm_python is None else str(config.vllm_python),
+        device=device if device.type == "cuda" else None,
+        engine=vllm_backend.ENGINE,
+    )
+
+
+def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.device, plan: Plan) -> VllmSettings:
+    """What a run's vLLM is made with; on a card its memory is what the plan gives it in the phase "generate"."""
+    share, cache = MOST_OF_A_CARD, 0
+    if device.type == "cuda":
+        parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM's ")}
+        cache = parts["vLLM's keys and values"]
+        share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
+    else:
+        cache = vllm_cache(
+            ModelShape.of(model.config), plan.longest, config.generation_batch_size, model.dtype.itemsize
+        )
+    return {
+        "model": str(model.config.name_or_path),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": plan.longest + 1,  # the plan does not count the last token, which is a label only
+        "max_num_seqs": config.generation_batch_size,
+        "top_p": config.top_p,
+        "kv_cache_bytes": cache,
+        "memory_share": share,
+        "eager": False,
+        "trust_remote_code": config.trust_remote_code,
+    }
