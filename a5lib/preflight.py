@@ -212,9 +212,9 @@ def _attempt(
 
 
 def _fewer_decoded(c: _Change) -> Iterator[_Change]:
-    decoded = c.size.decoded // 2
+    decoded = (c.size.decoded or c.size.served) // 2
     while decoded >= 1:
-        size = dataclasses.replace(c.size, decoded=decoded)
+        size = dataclasses.replace(c.size, **{"served" if c.size.served else "decoded": decoded})
         yield c.and_(f"--generation-batch-size {decoded}", size)
         decoded //= 2
 

@@ -11,8 +11,9 @@ from a5lib import machine
 from a5lib.config import TrainConfig, resolve
 from a5lib.course import load_algo
 from a5lib.engines import choice
-from a5lib.engines.plan import CONTEXT, GIB, Plan
+from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan
 from a5lib.errors import UserError
+from a5lib.rollouts.choice import vllm_settings
 from tests.helpers import tiny_olmo2
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -53,6 +54,27 @@ def test_the_plan_knows_the_largest_batch():
     assert plan(CARD, vram_budget=12, generation_batch_size=4).card["score"].keys() <= made.card["score"].keys()
 
 
+def test_the_plan_knows_vllm_and_that_its_rollouts_are_scored():
+    made = plan(CARD, vram_budget=24, generation_backend="vllm-colocated")
+    assert "vLLM's keys and values" in made.card["generate"] and "keys and values" not in made.card["generate"]
+    assert made.card["score"] != made.card["load"], "the mismatch needs the trainer's log-probabilities"
+    assert not [name for name in plan(generation_backend="vllm-colocated").card["generate"] if "vLLM" in name]
+    with pytest.raises(UserError, match=r"phase 'generate'.* use --generation-batch-size \d+, "):
+        plan(CARD, vram_budget=9, generation_backend="vllm-colocated")
+
+
+def test_vllm_gets_what_the_plan_gives_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=80 * GIB))
+    config = resolve(TrainConfig(generation_backend="vllm-colocated", vram_budget=24))
+    made = plan(CARD, vram_budget=24, generation_backend="vllm-colocated")
+    settings = vllm_settings(config, tiny_olmo2(), CARD, made)
+    generate = made.card["generate"]
+    assert settings["kv_cache_bytes"] == generate["vLLM's keys and values"]
+    theirs = ("vLLM, also asleep", "vLLM's weights", "vLLM's layer and logits at work", "vLLM's keys and values")
+    assert settings["memory_share"] == pytest.approx(sum(generate[name] for name in theirs) / (80 * GIB))
+    assert settings["max_model_len"] == 161 + 512
+
+
 def test_a_budget_below_the_smallest_plan_is_one_sentence():
     with pytest.raises(UserError, match=r"^The layer-major engine needs .* GiB in the phase .* but the budget is 1.0"):
         plan(CARD, vram_budget=1)
@@ -74,5 +96,8 @@ def test_a_budget_that_was_asked_for_is_a_hard_cap_on_the_card(monkeypatch):
     made = Plan(longest=8, microbatch_tokens=16)
     assert choice.make_engine(tiny_olmo2(), config, load_algo("solutions"), made, CARD) == "engine"
     assert caps == [((8 * GIB - CONTEXT) / (16 * GIB), 0)], "torch wants the card's number"
+    both = resolve(TrainConfig(vram_budget=8, generation_backend="vllm-colocated"))
+    choice.make_engine(tiny_olmo2(), both, load_algo("solutions"), made, CARD)
+    assert caps.pop() == ((8 * GIB - CONTEXT - VLLM_ASLEEP) / (16 * GIB), 0), "vLLM sleeps on the same card"
     choice.make_engine(tiny_olmo2(), resolve(TrainConfig()), load_algo("solutions"), made, CARD)
     assert len(caps) == 1, "what is free is no cap"

@@ -254,6 +254,49 @@ def test_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(options, wor
     assert not fits(OLMO2_1B, size, int((needed - 0.2) * GIB), engine=options["engine"]), "less would do"
 
 
+def test_vllm_beside_the_layer_major_engine_by_hand():
+    """Three rows of 200 tokens and one more; two blocks of 128 tokens a row, 16 bytes of keys and values a token."""
+    kv = 2 * 2 * 1 * 2 * 2
+    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=3)
+    made = by_hand(size=size, bytes_per_weight=2, on_card=True, budget=12 * GIB)
+    work = plan.VLLM_TOKENS * 2 * (3 * 8 + 4 * 4) + 3 * 10 * 3 * 4
+    assert made.card["generate"] == {
+        "libraries' workspace": WORKSPACE,
+        "vLLM, also asleep": 1536 * MIB,
+        "vLLM's weights": 400 * 2,
+        "vLLM's layer and logits at work": work,
+        "vLLM's keys and values": (3 * 2 + 1) * 128 * kv,
+    }
+    assert all(made.card[phase]["vLLM, also asleep"] == 1536 * MIB for phase in PHASES)
+    assert made.resident, "of a budget as large as this"
+    lives = sum(158 for name in made.resident if name.startswith("layer")) + 84 * ("head" in made.resident)
+    assert (made.host["what waits for vLLM"], made.host["weights for vLLM"]) == (lives * (4 + 12), lives * 2)
+
+
+@pytest.mark.parametrize("engine", ["resident", "layer_major"])
+def test_vllms_keys_and_values_take_the_room_that_is_left(engine):
+    size = UpdateSize(sequences=64, longest=671, response=512, group=8, served=256)
+    row = 6 * 128 * 131_072
+    options = {"engine": engine, "optimizer_state": "bf16_stochastic", "microbatch": 1}
+    made = {gib: plan_update(OLMO2_1B, size, budget=gib * GIB, **options) for gib in (20, 24, 80)}
+    caches = {gib: p.card["generate"]["vLLM's keys and values"] for gib, p in made.items()}
+    assert caches[80] == 256 * row + 128 * 131_072, "of all rows, and no more"
+    assert 32 * row < caches[20] < caches[24] < caches[80]
+    for gib, p in made.items():
+        assert p.peak("generate") <= usable(gib * GIB)
+    assert p.peak("generate") < usable(80 * GIB)
+    if engine == "layer_major":
+        assert made[20].peak("generate") == usable(20 * GIB), "the engine leaves all of the card to vLLM"
+    least = dataclasses.replace(size, served=20)
+    assert plan_update(OLMO2_1B, least, **options).card["generate"]["vLLM's keys and values"] == 20 * row + row // 6
+
+
+def test_vllm_that_does_not_fit_is_refused_by_its_phase_and_fewer_rows_are_advised():
+    size = UpdateSize(sequences=64, longest=671, response=512, group=8, served=256)
+    with pytest.raises(UserError, match=r"in the phase 'generate', but the budget is 9.0 GiB"):
+        plan_update(OLMO2_1B, size, budget=9 * GIB, optimizer_state="bf16_stochastic")
+
+
 def test_what_generation_needs_is_refused_by_its_phase():
     size = UpdateSize(64, 672, 512, decoded=256)
     with pytest.raises(UserError, match=r"in the phase 'generate'.*--generation-batch-size"):

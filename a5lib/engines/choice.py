@@ -13,7 +13,7 @@ from a5lib.engines import Engine
 from a5lib.engines.attention import flash_fits
 from a5lib.engines.host import SharedWeights
 from a5lib.engines.layer_major import LayerMajorEngine
-from a5lib.engines.plan import CONTEXT, GIB, Plan, UpdateSize
+from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan, UpdateSize
 from a5lib.engines.resident import ResidentEngine
 from a5lib.memory import ModelShape
 from a5lib.preflight import checked_plan, this_machine
@@ -42,12 +42,14 @@ def plan_run(
         UserError: card or host memory is short; says by how much, and names the nearest setting that fits.
     """
     on_card = device.type == "cuda"
+    decoded = config.generation_batch_size if on_card else 0
     size = UpdateSize(
         sequences=config.train_batch_size,
         longest=longest_prompt + config.max_tokens - 1,  # the last token is a label only
         response=config.max_tokens,
-        scored=0 if config.preset.importance_reweighting_method == "none" else config.rollout_batch_size,
-        decoded=config.generation_batch_size if on_card else 0,
+        scored=config.rollout_batch_size if config.scores else 0,
+        decoded=decoded if config.generation_backend == "transformers" else 0,
+        served=decoded if config.generation_backend == "vllm-colocated" else 0,
         group=config.group_size,
     )
     engine = config.engine
@@ -92,7 +94,8 @@ def make_engine(
     """
     if device.type == "cuda" and config.vram_budget is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        share = (config.vram_budget * GIB - CONTEXT) / total
+        asleep = VLLM_ASLEEP if config.generation_backend == "vllm-colocated" else 0
+        share = (config.vram_budget * GIB - CONTEXT - asleep) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)

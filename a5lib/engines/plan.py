@@ -63,6 +63,7 @@ class UpdateSize:
         response: response tokens of a row at most.
         scored: rows that are scored together before the updates; 0 where nothing is scored.
         decoded: rows that transformers decodes side by side on this card; 0 where generation has its own memory.
+        served: rows that vLLM decodes side by side on this card, in turns with the trainer; 0 without it.
         group: rows that share a prompt.
     """
 
@@ -72,6 +73,7 @@ class UpdateSize:
     scored: int = 0
     decoded: int = 0
     group: int = 1
+    served: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,26 +244,51 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         {new: matrix},
     ]
     scoring = {"layer at work": one_layer, "logits": ledger["logits"]}  # without a graph no layer keeps anything
+    base = ({"libraries' workspace": WORKSPACE} if on_card else {}) | _asleep(size)
     card = {
         "load": held,
-        "generate": held | _generation(shape, size, bytes_per_weight),
+        "generate": held | _generation(shape, size, bytes_per_weight, _room(budget, held | base, on_card)),
         "score": held | (scoring if size.scored else {}),
         "update": max((moment | stored for moment in moments), key=lambda buffers: sum(buffers.values())),
         "step": held | gradients | {"AdamW's temporaries": 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK},
         "save": held,
     }
-    if on_card:
-        card = {phase: {"libraries' workspace": WORKSPACE, **names} for phase, names in card.items()}
+    card = {phase: base | names for phase, names in card.items()}
     return Plan(
         longest=size.longest, microbatch_tokens=microbatch * size.longest, engine="resident",
         microbatches=-(-size.sequences // microbatch), head_block=block, on_card=on_card, budget=budget, card=card,
-        host={"weights while loading": ledger["weights"]} if on_card else {},
+        host=({"weights while loading": ledger["weights"]} if on_card else {})
+        | ({"weights for vLLM": ledger["weights"]} if size.served else {}),
         traffic={f"{phase}, {way}": 0 for phase in TRIPS for way in ("in", "out")},
     )  # fmt: skip
 
 
-def _generation(shape: ModelShape, size: UpdateSize, w: int) -> dict[str, int]:
-    """What decoding takes besides the weights, at `UpdateSize.decoded` rows side by side."""
+def _asleep(size: UpdateSize) -> dict[str, int]:
+    """What vLLM takes of the card all the time."""
+    return {"vLLM, also asleep": VLLM_ASLEEP} if size.served else {}
+
+
+def _room(budget: int | None, held: Mapping[str, int], on_card: bool) -> float:
+    """Bytes of a budget that are left beside what is held."""
+    return math.inf if budget is None else usable(budget, on_card=on_card) - sum(held.values())
+
+
+def _generation(shape: ModelShape, size: UpdateSize, w: int, room: float) -> dict[str, int]:
+    """What generation takes beside what is held, of so much room: of transformers besides the weights, of vLLM all.
+
+    vLLM lets responses wait for room, so its keys and values take what is left: at least those of `VLLM_ROWS` of the
+    longest rows, at most those of all that are decoded side by side.
+    """
+    if size.served:
+        parts = {
+            "vLLM's weights": shape.parameters() * w,
+            # counted as in any forward pass, with three float32 copies of the next tokens' logits; not measured
+            "vLLM's layer and logits at work": VLLM_TOKENS * w * (3 * shape.intermediate + 4 * shape.hidden)
+            + size.served * shape.vocabulary * 3 * 4,
+        }
+        least, most = (vllm_cache(shape, size.longest, rows, w) for rows in (min(size.served, VLLM_ROWS), size.served))
+        cache = max(least, min(most, int(min(room, 2**62)) - sum(parts.values())))
+        return parts | {"vLLM's keys and values": cache}
     if not size.decoded:
         return {}
     cache = size.decoded * size.longest * shape.kv_bytes_per_token(w)
@@ -276,9 +303,9 @@ def _generation(shape: ModelShape, size: UpdateSize, w: int) -> dict[str, int]:
 
 
 def vllm_cache(shape: ModelShape, longest: int, rows: int, w: int) -> int:
-    """Bytes of keys and values that vLLM needs at least to decode so many rows side by side, `VLLM_ROWS` at most."""
+    """Bytes of keys and values of so many of the longest rows in vLLM: whole blocks, and one more."""
     blocks = -(-(longest + 1) // VLLM_BLOCK)
-    return (min(rows, VLLM_ROWS) * blocks + 1) * VLLM_BLOCK * shape.kv_bytes_per_token(w)
+    return (rows * blocks + 1) * VLLM_BLOCK * shape.kv_bytes_per_token(w)
 
 
 # --- the layer-major engine
@@ -423,7 +450,8 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     hidden = n * shape.hidden * w  # one hidden state
     away = _Away.of(plan, shape)
     state = state_bytes(optimizer_state, w)
-    held = {"libraries' workspace": WORKSPACE} if plan.on_card else {}
+    empty = ({"libraries' workspace": WORKSPACE} if plan.on_card else {}) | _asleep(size)
+    held = dict(empty)
     lives = shape.parameters() - away.all()
     if lives:
         held |= {
@@ -453,8 +481,10 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     most = min(plan.bucket, max(shape.parts()))  # that are updated at one time, here or in a bucket
     temporaries = 0 if plan.compiled else 4 * ADAMW_NUMBERS[optimizer_state] * most
     step = {"buckets": STEP_BUFFERS * bucket * (2 * w + state), "AdamW's temporaries": temporaries}
-    generation = _generation(shape, size, w)
-    if generation:
+    # The engine leaves the card to vLLM altogether, and what stays otherwise waits on the host.
+    staying = empty if size.served else held
+    generation = _generation(shape, size, w, _room(plan.budget, staying, plan.on_card))
+    if size.decoded and not size.served:
         generation = {"weights to generate with": shape.parameters() * w, **generation}
     score = {}
     if size.scored:
@@ -464,7 +494,7 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
         }
     return {
         "load": held,
-        "generate": held | generation,
+        "generate": staying | generation,
         "score": held | score,
         "update": held
         | trip(2, plan.kept, plan.microbatches, plan.card_levels, size.sequences)
@@ -528,11 +558,15 @@ def _host(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     levels = shape.layers + (plan.kept < plan.microbatches) - plan.card_levels
     waiting = _rounds(size, plan) if plan.kept_when_scoring < _rounds(size, plan) else 0  # in the first level
     first = max(plan.microbatches if levels else 0, waiting)
+    state = state_bytes(optimizer_state, w)
+    lives = shape.parameters() - away  # on the card, which it leaves while vLLM generates
+    turns = {"what waits for vLLM": lives * (2 * w + state), "weights for vLLM": lives * w}
     return {
         "weights": away * w,
         "gradients": away * w,
-        "optimizer state": away * state_bytes(optimizer_state, w),
+        "optimizer state": away * state,
         "layer inputs": (first + max(0, levels - 1) * plan.microbatches) * hidden,
+        **(turns if size.served and lives else {}),
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from a5lib.config import ResolvedConfig
-from a5lib.engines.plan import Plan, vllm_cache
+from a5lib.engines.plan import VLLM_ROWS, Plan, vllm_cache
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
 from a5lib.rollouts import RolloutBackend, vllm_backend
@@ -87,13 +87,12 @@ def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.
     """What a run's vLLM is made with; on a card its memory is what the plan gives it in the phase "generate"."""
     share, cache = MOST_OF_A_CARD, 0
     if device.type == "cuda":
-        parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM's ")}
+        parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM")}
         cache = parts["vLLM's keys and values"]
         share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
     else:
-        cache = vllm_cache(
-            ModelShape.of(model.config), plan.longest, config.generation_batch_size, model.dtype.itemsize
-        )
+        rows = min(config.generation_batch_size, VLLM_ROWS)
+        cache = vllm_cache(ModelShape.of(model.config), plan.longest, rows, model.dtype.itemsize)
     return {
         "model": str(model.config.name_or_path),
         "dtype": str(model.dtype).removeprefix("torch."),
