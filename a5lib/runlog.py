@@ -6,6 +6,7 @@
     metrics.jsonl        a line for each rollout batch
     evaluations.jsonl    a line for each validation
     memory.jsonl         how much memory was in use while each phase ran
+    vllm-worker.log      what vLLM printed, where it generated
     rollouts/            step-000010.jsonl: a line for each response of that step
 
 A line of evaluations.jsonl holds "step", "kind" ("sampled" or "greedy") and the fields of `evaluation.Evaluation`.

@@ -140,7 +140,7 @@ def test_greedy_answers_are_those_of_transformers_and_the_settings_those_of_the_
     assert settings["kv_cache_bytes"] == 17 * 128 * 4096, "of 16 rows in blocks of 128 tokens, and one more"
 
 
-def test_V13_a_worker_that_dies_in_step_2_is_one_sentence_and_the_run_goes_on(fake: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_in_step_2_is_one_sentence_and_the_run_goes_on(fake: Path, tmp_path: Path) -> None:
     before = held()
 
     def kill_in_the_next_step(metrics: dict[str, Any]) -> None:
