@@ -27,10 +27,10 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.pins = device.type == "cuda"
+        self.device, self.pins = device, device.type == "cuda"
         self.refused = 0
         self._pinned: list[Tensor] = []
-        weakref.finalize(self, _unpin, self._pinned)
+        weakref.finalize(self, _unpin, self._pinned, device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat tensor [numel] on the host."""
@@ -45,6 +45,9 @@ class HostMemory:
         if pin(buffer):
             self._pinned.append(buffer)
         else:
+            with contextlib.suppress(RuntimeError):
+                # CUDA keeps the refusal as its last error, and the next kernel would raise it: let this one do so.
+                torch.zeros(1, device=self.device)
             if not self.refused:
                 warnings.warn(
                     f"The system refused to pin {size / 2**30:.2f} GiB of host memory; it is used as it is, so copies "
@@ -60,7 +63,10 @@ def pin(buffer: Tensor) -> bool:
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0
 
 
-def _unpin(buffers: list[Tensor]) -> None:
+def _unpin(buffers: list[Tensor], device: torch.device) -> None:
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a card that has failed copies no more
+            torch.cuda.synchronize(device)  # a copy may still be on its way, as after a step
     for buffer in buffers:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
     buffers.clear()
