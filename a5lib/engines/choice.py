@@ -80,11 +80,12 @@ def make_engine(model: PreTrainedModel, config: ResolvedConfig, algo: Any, plan:
     """The engine that a plan names, for a model that lies on the CPU.
 
     A budget that was asked for becomes a hard cap: torch then refuses to allocate more, and the card's other users are
-    safe.
+    safe. Without one, the cap of an earlier run in this process is lifted.
     """
-    if device.type == "cuda" and config.vram_budget is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = (config.vram_budget * GIB - CONTEXT) / total
+    if device.type == "cuda":
+        share = 1.0
+        if config.vram_budget is not None:
+            share = (config.vram_budget * GIB - CONTEXT) / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device)
