@@ -52,13 +52,12 @@ def plan_run(
     engine = config.engine
     if not on_card and engine is None:
         engine = "resident" if config.vram_budget is None else "layer_major"
-    budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
-    if on_card and budget is None:
-        budget = torch.cuda.mem_get_info(device)[0]
+    facts = this_machine(device)
+    budget = facts.card_free if config.vram_budget is None else int(config.vram_budget * GIB)
     return checked_plan(
         ModelShape.of(model_config),
         size,
-        this_machine(device),
+        facts,
         budget=budget,
         engine=engine,
         optimizer_state=config.optimizer_state,
