@@ -37,7 +37,7 @@ class HostMemory:
         if not self.pins:
             return torch.empty(numel, dtype=dtype)
         size = max(1, -(-numel * dtype.itemsize // PAGE)) * PAGE
-        area = mmap.mmap(-1, size)
+        area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: large pages are pinned faster
             with contextlib.suppress(OSError):
                 area.madvise(mmap.MADV_HUGEPAGE)

@@ -432,7 +432,7 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
         return {name: value for name, value in parts.items() if value}
 
     work = {
-        "layer at work": _down(shape, n, w, plan.compiled, _segments(size, n), SHARED),
+        "layer at work": _down(shape, n, w, plan.compiled, segments(n, size.longest), SHARED),
         "head at work": _head(shape, n, n, block, w, plan.compiled),  # nearly all tokens answer: prompts are shared
         "embedding's gradient": shape.vocabulary * min(EMBEDDING_COLUMNS, shape.hidden) * w + plan.on_card * 30 * MIB,
     }
@@ -462,10 +462,18 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     }
 
 
-def _segments(size: UpdateSize, n: int) -> int:
-    """Segments of a microbatch of n tokens: rows, or prompts and their answers, and what fills."""
-    several = min(2 * size.sequences, n // SEGMENT_TOKENS) - (-n // size.longest)
-    return -(-several // SEGMENTS) * SEGMENTS
+def most_pieces(n: int) -> int:
+    """Rows, or prompts and their answers, that a filled microbatch of n tokens takes at most."""
+    return max(SEGMENTS - 2, n // SEGMENT_TOKENS)
+
+
+def segments(n: int, longest: int) -> int:
+    """Segments that every filled microbatch of n tokens has: the most pieces, what fills, and empty ones.
+
+    >>> segments(5376, 672), segments(20, 10)
+    (96, 64)
+    """
+    return -(-(most_pieces(n) + n // longest + 1) // SEGMENTS) * SEGMENTS
 
 
 def _up(shape: ModelShape, n: int, w: int, compiled: bool) -> int:
