@@ -39,6 +39,7 @@ from a5lib.optimizers import (
     adamw_numbers,
     adamw_update,
     clip_scale,
+    fill_state,
     rounding_key,
     state_dtypes,
     total_norm,
@@ -183,14 +184,7 @@ class LayerMajorEngine:
         if self.steps == 0:
             self._new_state()
         for name, target in state.items():
-            have = saved.pop(name, None)
-            if have is None or have.shape != target.shape or have.dtype != target.dtype:
-                what = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
-                raise UserError(
-                    f"Optimizer state {name} is {what}; expected {target.dtype} {list(target.shape)}; resume with the "
-                    "model and --optimizer-state it was saved with."
-                )
-            target.copy_(have)
+            fill_state(name, target, saved.pop(name, None))
         if saved:
             raise UserError(f"The saved optimizer has {min(saved)}, which this run does not; resume with its model.")
         self.torn = False
