@@ -38,7 +38,9 @@ ADAMW_BLOCK = 1 << 21  # parameters that the resident engine's AdamW updates at 
 # Temporaries of an update that is not compiled, in float32 numbers for each parameter that is updated at one time.
 ADAMW_NUMBERS: Mapping[OptimizerState, int] = {"fp32": 3, "bf16": 6, "bf16_stochastic": 9, "bf16_kahan": 6}
 STEP_BUFFERS = 3  # buckets on the card: one coming, one at work, one going
-RING, RING_WHEN_KEPT = 6, 2  # hidden states on their way (see `hidden.py`)
+# Slots of the ring of hidden states (see `hidden.py`). Going down, a microbatch whose travelling state waits on the
+# host takes three, and two microbatches are on their way at a time; one whose state stays on the card takes one.
+RING, RING_WHEN_KEPT = 6, 2
 EMBEDDING_COLUMNS = 256  # columns of the embedding's gradient that are summed at one time
 FLASH_ROWS = 128  # rows that the attention's backward pass adds for each segment
 SEGMENTS, SEGMENT_TOKENS = 32, 96  # a microbatch has a multiple of so many segments, of so many tokens on average
