@@ -294,6 +294,21 @@ def _nearest_bfloat16(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), values, rounded.view(torch.float32))
 
 
+def fill_state(name: str, target: Tensor, saved: Tensor | None) -> None:
+    """Copy one saved tensor of an optimizer's state to where it is kept.
+
+    Raises:
+        UserError: it is missing, or has another shape or dtype.
+    """
+    if saved is None or saved.shape != target.shape or saved.dtype != target.dtype:
+        what = "missing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
+        raise UserError(
+            f"Optimizer state {name} is {what}; expected {target.dtype} {list(target.shape)}; resume with the model "
+            "and --optimizer-state it was saved with."
+        )
+    target.copy_(saved)
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) whose state has a chosen precision. Taught in notebook 07.
 
@@ -425,14 +440,7 @@ class AdamW(torch.optim.Optimizer):
             if all(v is None for v in found.values()):
                 continue  # never stepped
             for name, want in expected.items():
-                have = found[name]
-                if have is None or have.shape != want.shape or have.dtype != want.dtype:
-                    what = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
-                    raise UserError(
-                        f"Optimizer state {i}.{name} is {what}; expected {want.dtype} {list(want.shape)}; resume with "
-                        "the model and --optimizer-state it was saved with."
-                    )
-                want.copy_(have)
+                fill_state(f"{i}.{name}", want, found[name])
             loaded.append((p, expected))
         if tensors:
             raise UserError(

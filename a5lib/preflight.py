@@ -8,6 +8,7 @@ plan counts. This file imports torch only where it asks for a card.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import statistics
@@ -53,6 +54,8 @@ def this_machine(device: torch.device) -> Facts:
         return Facts(host_free=machine.host_memory()[0])
     import torch
 
+    gc.collect()  # what an earlier run in this notebook has left counts as free
+    torch.cuda.empty_cache()
     return Facts(machine.host_memory()[0], torch.cuda.mem_get_info(device)[0], machine.pinned_limit())
 
 

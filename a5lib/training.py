@@ -418,9 +418,10 @@ def run_faults(where: str, config: ResolvedConfig) -> Iterator[None]:
             "--dtype float32."
         ) from error
     except torch.OutOfMemoryError as error:
+        go_on = "continue with --resume and" if config.save_every else "start anew with"
         raise UserError(
-            f"{where}: the card's memory is full; {kept}; continue with --resume and a smaller "
-            "--vram-budget or --generation-batch-size, or start anew with --optimizer-state bf16_stochastic."
+            f"{where}: the card's memory is full; {kept}; {go_on} a smaller --vram-budget or --generation-batch-size, "
+            "or start anew with --optimizer-state bf16_stochastic."
         ) from error
 
 

@@ -4,6 +4,7 @@ import os
 import py_compile
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -308,6 +309,14 @@ def test_live_functions_say_calmly_what_is_missing_where_there_is_no_reference(c
     write_exercise(course, "masks", "tokenize_prompt_and_output")
     with pytest.raises(UserError, match=words):  # also when one of your functions calls it
         algo.tokenize_prompt_and_output(["a"], ["b"], WordTokenizer())
+
+
+def test_two_threads_that_load_at_once_get_whole_files(course):
+    slow = course / "starter" / "masks.py"
+    slow.write_text("import time\ntime.sleep(0.3)\n" + slow.read_text(encoding="utf-8"), encoding="utf-8")
+    with ThreadPoolExecutor(2) as pool:
+        loaded = list(pool.map(load_algo, ["starter", "starter"]))
+    assert [functions.whose["pad_and_mask"] for functions in loaded] == ["unwritten"] * 2
 
 
 # --- before a run

@@ -409,7 +409,8 @@ from a5lib.course import algo, check, hint
 import a5lib.models
 a5lib.models.load_policy = a5lib.training.load_policy = None  # nothing may load a model
 
-for words in ("course status", "course check masks", "train", "bench", "course diff --solution", "course reset masks"):
+for words in ("course status", "course check masks", "train", "bench toy", "course diff --solution",
+              "course reset masks"):
     try:
         main(words.split())
     except SystemExit as stop:
@@ -437,7 +438,7 @@ def test_the_starter_branch_works_for_a_student(teacher: Path, starter_branch: s
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "Traceback" not in said
-    for command, code in {"course status": 0, "course check masks": 1, "train": 2, "bench": 2,
+    for command, code in {"course status": 0, "course check masks": 1, "train": 2, "bench toy": 2,
                           "course diff --solution": 2, "course reset masks": 0}.items():  # fmt: skip
         assert f"exit code of {command}: {code}\n" in said, said
     assert "0 of 19 functions written" in said

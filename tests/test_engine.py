@@ -137,6 +137,24 @@ def test_a_loss_that_is_not_finite_names_its_row() -> None:
         engine().accumulate(batch)
 
 
+def test_a_fault_midway_leaves_no_part_of_a_gradient() -> None:
+    this, undisturbed = engine(), engine()
+    bad = ragged_batch()
+    shortest = int(torch.where(trains(bad), bad["response_mask"].sum(1), 1000).argmin())
+    bad["advantages"][shortest] = torch.inf  # rows go from the longest: others have been added already
+    with pytest.raises(FloatingPointError, match=f"row {shortest} "):
+        this.accumulate(bad)
+    assert all(p.grad is None for p in this.model.parameters())
+    for one in (this, undisturbed):
+        one.accumulate(ragged_batch())
+    assert this.step(1e-3) == undisturbed.step(1e-3)
+
+
+def trains(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which rows are run."""
+    return (batch["advantages"] != 0) & batch["response_mask"].any(dim=1)
+
+
 def test_a_batch_without_advantages_still_takes_the_step() -> None:
     this = engine()
     this.accumulate(ragged_batch())

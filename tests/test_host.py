@@ -41,7 +41,7 @@ def test_a_buffer_has_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatc
     pinned: list[Tensor] = []
     unpinned: list[Tensor] = []
     monkeypatch.setattr(host, "pin", lambda buffer: pinned.append(buffer) is None)
-    monkeypatch.setattr(host, "_unpin", unpinned.extend)
+    monkeypatch.setattr(host, "_unpin", lambda buffers, device: unpinned.extend(buffers))
     memory = Pinning(CPU)
     for numel, dtype, pages in (
         (1, torch.bfloat16, 1),
@@ -69,7 +69,7 @@ def test_an_empty_buffer_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_refused_pin_falls_back_to_plain_memory_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False, True, False])
     monkeypatch.setattr(host, "pin", lambda buffer: next(answers))
-    monkeypatch.setattr(host, "_unpin", lambda buffers: None)
+    monkeypatch.setattr(host, "_unpin", lambda buffers, device: None)
     memory = Pinning(CPU)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -159,6 +159,38 @@ def test_a_pin_is_asked_of_the_driver_and_given_back(monkeypatch: pytest.MonkeyP
     gc.collect()
     assert calls == [("pin", pinned.data_ptr()), ("pin", refused.data_ptr()), ("unpin", pinned.data_ptr())]
     assert (pinned.fill_(1).sum(), refused.fill_(1).sum()) == (8, 8), "the memory outlives its pin"
+
+
+def test_the_error_that_a_refused_pin_leaves_behind_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports a refusal once more, at the next kernel; that must not be one of the engine's."""
+    left = ["CUDA error: out of memory"]
+    zeros = torch.zeros
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise RuntimeError(left.pop())
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(host, "pin", lambda buffer: False)
+    monkeypatch.setattr(host, "_unpin", lambda buffers, device: None)
+    monkeypatch.setattr(torch, "zeros", kernel)
+    with pytest.warns(UserWarning, match="refused to pin"):
+        Pinning(CPU).empty(8, torch.float32)
+    assert not left
+
+
+def test_pins_are_given_back_when_no_copy_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Driver:
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append("unpin")
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    host._unpin([torch.zeros(1)], torch.device("cuda", 0))
+    assert calls == ["wait", "unpin"]
 
 
 # --- lanes

@@ -381,3 +381,16 @@ def test_state_of_another_precision_is_refused(other: OptimizerState) -> None:
     saved = saved_from(stepped(optimizer_state="fp32"))
     with pytest.raises(UserError, match=r"--optimizer-state it was saved with"):
         engine(optimizer_state=other).load_tensors(saved)
+
+
+def test_after_a_load_that_failed_nobody_goes_on_before_another_one_succeeds() -> None:
+    this, undisturbed = stepped(), stepped()
+    saved = saved_from(this)
+    damaged = {**saved, "optimizer": {**saved["optimizer"], "9.master": saved["optimizer"]["9.master"][:1]}}
+    with pytest.raises(UserError, match=r"9\.master"):
+        this.load_tensors(damaged)
+    for refused in (lambda: this.accumulate(BATCH), lambda: this.score(BATCH), this.weights, this.tensors):
+        with pytest.raises(RuntimeError, match=r"load a checkpoint before you go on"):
+            refused()
+    this.load_tensors(saved)
+    assert_goes_on_as_if_nothing_had_happened(this, undisturbed)

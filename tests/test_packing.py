@@ -12,7 +12,8 @@ from torch import Tensor
 
 from a5lib.engines import attention
 from a5lib.engines.attention import Packing, packed_attention
-from a5lib.engines.packing import SEGMENT_TOKENS, SEGMENTS, Microbatch, pack, trained_rows
+from a5lib.engines.packing import SEGMENTS, Microbatch, pack, trained_rows
+from a5lib.engines.plan import SEGMENT_TOKENS
 from tests.engine_tools import Batch, ragged_batch
 
 LENGTHS = [9, 2, 5, 5, 1, 7]  # up to the last token that predicts
@@ -156,7 +157,7 @@ def test_filled_microbatches_have_one_shape(lengths: list[int], prompts: str) ->
 def test_short_rows_do_not_make_more_segments_than_the_plan_has_memory_for() -> None:
     rows, tokens = 150, 40 * SEGMENT_TOKENS
     several = [len(m.packing.starts) - 1 for m in pack(batch_of([2] * rows), tokens, fixed=True, longest=tokens)]
-    assert several == [64, 64, 64, 32], "40, 40, 40 and 30 rows and what fills, up to a multiple of 32"
+    assert several == [64] * 4, "40, 40, 40 and 30 rows and what fills: all are laid out for 64"
     shared = pack(batch_of([3] * rows, prompts="a" * rows), tokens, fixed=True, longest=tokens)
     assert [len(m.answers) for m in shared] == [78, 78, 78, 66], "39 rows of 2: one of the 40 is the prompt"
     assert len(pack(batch_of([2] * rows), tokens)) == 1, "one by one, segments cost nothing"

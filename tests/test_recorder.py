@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from types import SimpleNamespace
@@ -115,7 +116,8 @@ def test_on_the_cpu_the_resident_set_is_read_and_the_card_left_alone() -> None:
     memory.start()
     before = memory.stop("generate", 1).host_bytes
     memory.start()
-    ballast = torch.ones(16 * 2**20)  # 64 MiB, written
+    ballast = mmap.mmap(-1, 64 * 2**20)  # pages of its own: torch could be given some that are resident already
+    torch.frombuffer(ballast, dtype=torch.uint8).fill_(1)
     point = memory.stop("update", 1)
     assert point.host_bytes - before > 50 * 2**20
     assert (point.card_peak_bytes, point.card_reserved_bytes, point.card_used_bytes) == (0, 0, None)

@@ -389,6 +389,9 @@ def test_a_full_card_is_the_same_sentence_with_the_resident_engine(tmp_path: Pat
     with pytest.raises(UserError, match=r"Step 1, sequences 0 to 15: the card's memory is full.*--vram-budget"):
         run(small(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints").is_dir(), "step 0 is saved, so that the run can be resumed"
+    with pytest.raises(UserError, match=r"no checkpoint was kept; start anew with a smaller --vram-budget") as error:
+        run(small(tmp_path / "unsaved", save_every=0))
+    assert "--resume" not in str(error.value), "there is nothing to resume"
 
 
 def test_other_problems_and_a_step_that_has_passed_are_refused_on_resume(tmp_path: Path) -> None:

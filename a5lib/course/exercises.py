@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -294,31 +295,35 @@ class MissingPackage(UserError):
 _texts: dict[str, dict[Path, bytes]] = {}  # package -> its files as they were when it was imported
 
 
+_loading = threading.RLock()
+
+
 def load_package(package: str) -> ModuleType:
     """Import `starter` or `solutions`, anew if a file of it was saved since.
 
     Raises:
         UserError: the folder is missing, or a file of it cannot be read or does not import.
     """
-    try:
-        files = {file: file.read_bytes() for file in package_files(package)}
-    except OSError as error:
-        name = f"{package}/{os.path.basename(error.filename)}"
-        raise UserError(f"{name} cannot be read ({error.strerror}); grant access to it, or remove it.") from error
-    if package in sys.modules and _texts.setdefault(package, files) == files:
-        return sys.modules[package]
-    _forget(package)
-    for file in files:  # Python compares compiled files by whole seconds and size; two saves can be closer
-        with suppress(OSError):
-            Path(importlib.util.cache_from_source(str(file))).unlink()
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(package)
-    except (Exception, SystemExit) as error:
+    with _loading:  # another thread must not see half an import
+        try:
+            files = {file: file.read_bytes() for file in package_files(package)}
+        except OSError as error:
+            name = f"{package}/{os.path.basename(error.filename)}"
+            raise UserError(f"{name} cannot be read ({error.strerror}); grant access to it, or remove it.") from error
+        if package in sys.modules and _texts.setdefault(package, files) == files:
+            return sys.modules[package]
         _forget(package)
-        raise _import_error(package, error) from error
-    _texts[package] = files
-    return module
+        for file in files:  # Python compares compiled files by whole seconds and size; two saves can be closer
+            with suppress(OSError):
+                Path(importlib.util.cache_from_source(str(file))).unlink()
+        importlib.invalidate_caches()
+        try:
+            module = importlib.import_module(package)
+        except (Exception, SystemExit) as error:
+            _forget(package)
+            raise _import_error(package, error) from error
+        _texts[package] = files
+        return module
 
 
 def _forget(package: str) -> None:

@@ -55,13 +55,12 @@ def plan_run(
     engine = config.engine
     if not on_card and engine is None:
         engine = "resident" if config.vram_budget is None else "layer_major"
-    budget = None if config.vram_budget is None else int(config.vram_budget * GIB)
-    if on_card and budget is None:
-        budget = torch.cuda.mem_get_info(device)[0]
+    facts = this_machine(device)
+    budget = facts.card_free if config.vram_budget is None else int(config.vram_budget * GIB)
     return checked_plan(
         ModelShape.of(model_config),
         size,
-        this_machine(device),
+        facts,
         budget=budget,
         engine=engine,
         optimizer_state=config.optimizer_state,
@@ -90,12 +89,13 @@ def make_engine(
     """The engine that a plan names, for a model that lies on the CPU; `shared` as in `LayerMajorEngine`.
 
     A budget that was asked for becomes a hard cap: torch then refuses to allocate more, and the card's other users are
-    safe.
+    safe. Without one, the cap of an earlier run in this process is lifted.
     """
-    if device.type == "cuda" and config.vram_budget is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        asleep = VLLM_ASLEEP if config.generation_backend == "vllm-colocated" else 0
-        share = (config.vram_budget * GIB - CONTEXT - asleep) / total
+    if device.type == "cuda":
+        share = 1.0
+        if config.vram_budget is not None:
+            asleep = VLLM_ASLEEP if config.generation_backend == "vllm-colocated" else 0
+            share = (config.vram_budget * GIB - CONTEXT - asleep) / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)

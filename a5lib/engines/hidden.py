@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from a5lib.engines.host import HostMemory, Lanes
+from a5lib.engines.plan import RING, RING_WHEN_KEPT
 
 
 @dataclass
@@ -110,12 +111,6 @@ class HiddenStates:
     def _next(self) -> Slot:
         self.turn = (self.turn + 1) % len(self.ring)
         return self.ring[self.turn]
-
-
-# Slots of the ring. Going down, a microbatch whose travelling state waits on the host takes three, two microbatches are
-# on their way at a time; one whose state stays on the card takes one.
-RING = 6
-RING_WHEN_KEPT = 2
 
 
 class Levels:

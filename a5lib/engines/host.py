@@ -45,11 +45,11 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, shared: SharedWeights | None = None) -> None:
-        self.pins = device.type == "cuda"
+        self.device, self.pins = device, device.type == "cuda"
         self.refused = 0
         self.shared = shared
         self._pinned: list[Tensor] = []
-        weakref.finalize(self, _unpin, self._pinned)
+        weakref.finalize(self, _unpin, self._pinned, device)
         if shared is not None and self.pins:
             self._pin(shared.buffer)
 
@@ -63,7 +63,7 @@ class HostMemory:
         if not self.pins:
             return torch.empty(numel, dtype=dtype)
         size = max(1, -(-numel * dtype.itemsize // PAGE)) * PAGE
-        area = mmap.mmap(-1, size)
+        area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: large pages are pinned faster
             with contextlib.suppress(OSError):
                 area.madvise(mmap.MADV_HUGEPAGE)
@@ -75,6 +75,9 @@ class HostMemory:
         if pin(buffer):
             self._pinned.append(buffer)
             return
+        with contextlib.suppress(RuntimeError):
+            # CUDA keeps the refusal as its last error, and the next kernel would raise it: let this one do so.
+            torch.zeros(1, device=self.device)
         size = buffer.numel()
         if not self.refused:
             warnings.warn(
@@ -90,7 +93,10 @@ def pin(buffer: Tensor) -> bool:
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0
 
 
-def _unpin(buffers: list[Tensor]) -> None:
+def _unpin(buffers: list[Tensor], device: torch.device) -> None:
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a card that has failed copies no more
+            torch.cuda.synchronize(device)  # a copy may still be on its way, as after a step
     for buffer in buffers:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
     buffers.clear()

@@ -3,7 +3,7 @@
 Weights, gradients, optimizer state and layer inputs have their home on the host and visit the card when their turn
 comes; what the plan keeps on the card stays there. Copies run on two lanes beside the work, and events order them: the
 host never waits inside a pass. The arithmetic is that of the plain loop with recomputed layers. Notebook 09 walks
-through this file; `../plan.py` decides what stays on the card.
+through this file; `plan.py` decides what stays on the card.
 
     up     embed; for each layer, for each microbatch: run it without a graph, keep its input
     head   norm, log-probabilities and their gradient, in blocks of tokens
@@ -39,6 +39,7 @@ from a5lib.optimizers import (
     adamw_numbers,
     adamw_update,
     clip_scale,
+    fill_state,
     rounding_key,
     state_dtypes,
     total_norm,
@@ -92,7 +93,7 @@ class LayerMajorEngine:
         self.norms: Tensor | None = None  # of the gradient that waits for a step, one number a parameter
         self.steps = 0
         self.released = False
-        self.torn = False  # a step was interrupted: some weights have taken it, others have not
+        self.torn = False  # a step was interrupted, or loading: some weights are changed, others are not
 
     # --- the face
 
@@ -186,22 +187,17 @@ class LayerMajorEngine:
         self._settled()  # a step's copies may still be on their way
         saved = dict(tensors["optimizer"])
         self.steps = int(saved.get("0.step", 1)) if saved else 0
+        state = self.tensors()["optimizer"]
+        self.torn = True  # until everything is there
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors["model"][name])
         if self.steps == 0:
             self._new_state()
-            return
-        for name, target in self.tensors()["optimizer"].items():
-            have = saved.pop(name, None)
-            if have is None or have.shape != target.shape or have.dtype != target.dtype:
-                what = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
-                raise UserError(
-                    f"Optimizer state {name} is {what}; expected {target.dtype} {list(target.shape)}; resume with the "
-                    "model and --optimizer-state it was saved with."
-                )
-            target.copy_(have)
+        for name, target in state.items():
+            fill_state(name, target, saved.pop(name, None))
         if saved:
             raise UserError(f"The saved optimizer has {min(saved)}, which this run does not; resume with its model.")
+        self.torn = False
 
     def release(self) -> None:
         """See `Engine.release`: what lives on the card waits in plain host memory."""
@@ -222,7 +218,7 @@ class LayerMajorEngine:
     def _ready(self) -> None:
         """Take the card back, and refuse to work on weights that a step has left half changed."""
         if self.torn:
-            raise RuntimeError("The last step was interrupted halfway; load a checkpoint before you go on.")
+            raise RuntimeError("A step or a load was interrupted halfway; load a checkpoint before you go on.")
         for unit in self.parts.units if self.released else []:
             if unit.name in self.plan.resident:
                 unit.move(self.empty)
@@ -231,7 +227,7 @@ class LayerMajorEngine:
     def _settled(self) -> None:
         """Wait until every copy has arrived, so that the host may read."""
         if self.torn:
-            raise RuntimeError("The last step was interrupted halfway; load a checkpoint before you go on.")
+            raise RuntimeError("A step or a load was interrupted halfway; load a checkpoint before you go on.")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from a5lib.engines import Batch
 from a5lib.engines.attention import Packing
-from a5lib.engines.plan import SEGMENT_TOKENS, SEGMENTS
+from a5lib.engines.plan import SEGMENTS, most_pieces, segments
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
         tokens: tokens in a microbatch.
         fixed: fill every microbatch up to `tokens`, with segments that count for nothing, so that all have one shape
             (which compiled code wants), and leave out the lengths of segments, which one kernel does not need. Every
-            segment costs that kernel memory, so a long microbatch then has at most one in `SEGMENT_TOKENS` tokens.
+            segment costs that kernel memory, so their number is bounded: see `plan.segments`.
         longest: tokens of a segment that the attention must be ready for; 0: those of this batch.
 
     >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [5, 6, 8], [9, 4, 0]]),
@@ -93,21 +93,21 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
     ordered = [sorted(rows, key=lambda row: -row.length) for rows in groups.values()]
     ordered.sort(key=lambda rows: -rows[0].length)
 
-    most = max(SEGMENTS - 2, tokens // SEGMENT_TOKENS) if fixed else 2 * len(numbers)
+    most = most_pieces(tokens) if fixed else 2 * len(numbers)
     microbatches: list[list[list[Row]]] = []
-    room = segments = 0
+    room = left = 0
     for rows in ordered:
         here = 0  # rows of this group in this microbatch: the first brings the prompt, the second makes it shared
         for row in rows:
             needed = row.length if here == 0 else row.length - row.prompt
             pieces = 2 if here == 1 else 1
-            if needed > room or pieces > segments or not microbatches:
+            if needed > room or pieces > left or not microbatches:
                 microbatches.append([])
-                room, segments, needed, pieces, here = max(tokens, row.length), most, row.length, 1, 0
+                room, left, needed, pieces, here = max(tokens, row.length), most, row.length, 1, 0
             if here == 0:
                 microbatches[-1].append([])
             microbatches[-1][-1].append(row)
-            room, segments, here = room - needed, segments - pieces, here + 1
+            room, left, here = room - needed, left - pieces, here + 1
     return [_lay_out(batch, mask, part, tokens if fixed else 0, longest) for part in microbatches]
 
 
@@ -144,26 +144,25 @@ def _lay_out(batch: Batch, mask: Tensor, groups: list[list[Row]], fill: int, lon
         answers=place[cells],
         labels=batch["labels"].reshape(-1)[cells],
         cells=cells,
-        packing=_packing(sizes + fillers, [len(rows) for rows in shared], piece, bool(fill)),
+        packing=_packing(sizes + fillers, [len(rows) for rows in shared], piece, fill),
     )
 
 
-def _packing(sizes: list[int], answers: list[int], longest: int, fixed: bool) -> Packing:
+def _packing(sizes: list[int], answers: list[int], longest: int, fill: int) -> Packing:
     """Where the segments lie, from their sizes and the number of answers to each shared prompt."""
     begin = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).int()
-    prompts = follows = None
-    shared: list[tuple[int, range]] = []
-    if answers:
-        first = [len(answers) + sum(answers[:i]) for i in range(len(answers) + 1)]  # segment of the first answer
-        shared = [(i, range(first[i], first[i + 1])) for i in range(len(answers))]
-        prompts, follows = begin[: len(answers) + 1], begin[first]
-    if not fixed:
-        return Packing(begin, prompts, follows, longest, tuple(sizes), tuple(shared))
+    first = [len(answers) + sum(answers[:i]) for i in range(len(answers) + 1)]  # segment of the first answer
+    prompts, follows = begin[: len(answers) + 1], begin[first]
+    if not fill:
+        shared = tuple((i, range(first[i], first[i + 1])) for i in range(len(answers)))
+        if not shared:
+            return Packing(begin, None, None, longest, tuple(sizes))
+        return Packing(begin, prompts, follows, longest, tuple(sizes), shared)
 
-    def whole(cut: Tensor | None) -> Tensor | None:
-        """With empty segments at the end, up to a multiple of `SEGMENTS`."""
-        return None if cut is None else torch.cat([cut, cut[-1:].expand(-(len(cut) - 1) % SEGMENTS)])
+    def whole(cut: Tensor, count: int) -> Tensor:
+        """With empty segments at the end, so that there are `count`."""
+        return torch.cat([cut, cut[-1:].expand(count + 1 - len(cut))])
 
-    starts = whole(begin)
-    assert starts is not None
-    return Packing(starts, whole(prompts), whole(follows), longest, None, ())
+    groups = -(-most_pieces(fill) // (3 * SEGMENTS)) * SEGMENTS  # a shared prompt has two answers at least
+    starts = whole(begin, segments(fill, longest))
+    return Packing(starts, whole(prompts, groups), whole(follows, groups), longest, None)

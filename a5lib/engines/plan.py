@@ -44,7 +44,9 @@ ADAMW_BLOCK = 1 << 21  # parameters that the resident engine's AdamW updates at 
 # Temporaries of an update that is not compiled, in float32 numbers for each parameter that is updated at one time.
 ADAMW_NUMBERS: Mapping[OptimizerState, int] = {"fp32": 3, "bf16": 6, "bf16_stochastic": 9, "bf16_kahan": 6}
 STEP_BUFFERS = 3  # buckets on the card: one coming, one at work, one going
-RING, RING_WHEN_KEPT = 6, 2  # hidden states on their way (see `hidden.py`)
+# Slots of the ring of hidden states (see `hidden.py`). Going down, a microbatch whose travelling state waits on the
+# host takes three, and two microbatches are on their way at a time; one whose state stays on the card takes one.
+RING, RING_WHEN_KEPT = 6, 2
 EMBEDDING_COLUMNS = 256  # columns of the embedding's gradient that are summed at one time
 FLASH_ROWS = 128  # rows that the attention's backward pass adds for each segment
 SEGMENTS, SEGMENT_TOKENS = 32, 96  # a microbatch has a multiple of so many segments, of so many tokens on average
@@ -472,7 +474,7 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
         return {name: value for name, value in parts.items() if value}
 
     work = {
-        "layer at work": _down(shape, n, w, plan.compiled, _segments(size, n), SHARED),
+        "layer at work": _down(shape, n, w, plan.compiled, segments(n, size.longest), SHARED),
         "head at work": _head(shape, n, n, block, w, plan.compiled),  # nearly all tokens answer: prompts are shared
         "embedding's gradient": shape.vocabulary * min(EMBEDDING_COLUMNS, shape.hidden) * w + plan.on_card * 30 * MIB,
     }
@@ -504,10 +506,18 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     }
 
 
-def _segments(size: UpdateSize, n: int) -> int:
-    """Segments of a microbatch of n tokens: rows, or prompts and their answers, and what fills."""
-    several = min(2 * size.sequences, n // SEGMENT_TOKENS) - (-n // size.longest)
-    return -(-several // SEGMENTS) * SEGMENTS
+def most_pieces(n: int) -> int:
+    """Rows, or prompts and their answers, that a filled microbatch of n tokens takes at most."""
+    return max(SEGMENTS - 2, n // SEGMENT_TOKENS)
+
+
+def segments(n: int, longest: int) -> int:
+    """Segments that every filled microbatch of n tokens has: the most pieces, what fills, and empty ones.
+
+    >>> segments(5376, 672), segments(20, 10)
+    (96, 64)
+    """
+    return -(-(most_pieces(n) + n // longest + 1) // SEGMENTS) * SEGMENTS
 
 
 def _up(shape: ModelShape, n: int, w: int, compiled: bool) -> int:

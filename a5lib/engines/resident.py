@@ -75,7 +75,10 @@ class ResidentEngine:
         return out
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
-        """See `Engine.accumulate`; the work is `algo.accumulate_gradients`."""
+        """See `Engine.accumulate`; the work is `algo.accumulate_gradients`.
+
+        After a fault the whole gradient is dropped, also what earlier calls have added.
+        """
         preset = self.config.preset
         constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
         self.model.train()  # layers are recomputed only in training mode; these models have no dropout
@@ -91,6 +94,9 @@ class ResidentEngine:
                 self.config.temperature,
                 score=self.score_fn,
             )
+        except BaseException:  # some microbatches have been added already
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         finally:
             self.model.eval()
         return float(loss), metadata

@@ -46,6 +46,8 @@ class Trip:
         self.depth = layers
         sizes = [len(m.ids) for m in microbatches]
         kept = min(plan.kept if keep_inputs else plan.kept_when_scoring, len(sizes))
+        if len(sizes) == 1:  # sent for before it has been set, so it cannot wait on the host
+            kept = 1
         waiting = kept < len(sizes)
         count = layers + waiting if keep_inputs else int(waiting)
         share = min(1.0, plan.microbatches / len(sizes))  # of levels, should more microbatches come than were planned
