@@ -58,33 +58,8 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self.card = torch.cuda.is_available()
         self.card_free = torch.cuda.mem_get_info()[0] if self.card else None
-        versions.prepare_environment(self.card)
-        import vllm
-
-        self.vllm = vllm
-        if not vllm.__version__.startswith(versions.KNOWN):
-            print(f"a5lib knows vLLM {versions.known()}; this is {vllm.__version__}, untried.", flush=True)
-        if not self.card:
-            versions.switch_off_packing()
         self.top_p = settings["top_p"]
-        self.llm = vllm.LLM(
-            model=settings["model"],
-            dtype=settings["dtype"],
-            max_model_len=settings["max_model_len"],
-            max_num_seqs=settings["max_num_seqs"],
-            kv_cache_memory_bytes=settings["kv_cache_bytes"],
-            gpu_memory_utilization=settings["memory_share"],
-            enforce_eager=settings["eager"] or not self.card,
-            trust_remote_code=settings["trust_remote_code"],
-            load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights
-            enable_prefix_caching=True,
-            enable_sleep_mode=self.card,  # refused on the CPU
-            # A seeded request whose prompt is cut in pieces ends vLLM on the CPU: its generators cannot be wound back.
-            enable_chunked_prefill=self.card,
-            max_num_batched_tokens=None if self.card else max(4096, settings["max_model_len"]),
-            # raw ones are taken before the temperature, processed ones after top-p
-            logprobs_mode="processed_logprobs" if self.top_p == 1 else "raw_logprobs",
-        )
+        self.vllm, self.llm = self._make(settings)
         self.tokenizer = self.llm.get_tokenizer()
         self.awake = set(TAGS)
         self.verified = self.fresh = False
@@ -190,6 +165,35 @@ class VllmEngine:
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
             self._pinned = None
+
+    def _make(self, settings: VllmSettings) -> tuple[Any, Any]:
+        """The module and its `LLM`; nothing of it is imported before."""
+        versions.prepare_environment(self.card)
+        import vllm
+
+        if not vllm.__version__.startswith(versions.KNOWN):
+            print(f"a5lib knows vLLM {versions.known()}; this is {vllm.__version__}, untried.", flush=True)
+        if not self.card:
+            versions.switch_off_packing()
+        llm = vllm.LLM(
+            model=settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_model_len"],
+            max_num_seqs=settings["max_num_seqs"],
+            kv_cache_memory_bytes=settings["kv_cache_bytes"],
+            gpu_memory_utilization=settings["memory_share"],
+            enforce_eager=settings["eager"] or not self.card,
+            trust_remote_code=settings["trust_remote_code"],
+            load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights
+            enable_prefix_caching=True,
+            enable_sleep_mode=self.card,  # refused on the CPU
+            # A seeded request whose prompt is cut in pieces ends vLLM on the CPU: its generators cannot be wound back.
+            enable_chunked_prefill=self.card,
+            max_num_batched_tokens=None if self.card else max(4096, settings["max_model_len"]),
+            # raw ones are taken before the temperature, processed ones after top-p
+            logprobs_mode="processed_logprobs" if settings["top_p"] == 1 else "raw_logprobs",
+        )
+        return vllm, llm
 
     def _apply(self, function: Callable[[nn.Module], Any]) -> Any:
         return self.llm.apply_model(function)[0]
