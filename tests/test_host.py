@@ -122,7 +122,7 @@ def test_the_memory_that_another_process_reads_is_pinned_whole(monkeypatch: pyte
     pinned: list[Tensor] = []
     unpinned: list[Tensor] = []
     monkeypatch.setattr(host, "pin", lambda buffer: pinned.append(buffer) is None)
-    monkeypatch.setattr(host, "_unpin", unpinned.extend)
+    monkeypatch.setattr(host, "_unpin", lambda buffers, device: unpinned.extend(buffers))
     gap = [("a", torch.zeros(16)), ("b", torch.zeros(3)), ("c", torch.zeros(16))]
     channel = WeightChannel(lay_out(gap))
     memory = HostMemory(torch.device("cuda"), channel)

@@ -227,9 +227,10 @@ def test_a_python_without_torch(tmp_path):
 # --- the trainer's end, however it ends
 
 TRAINER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from tests.vllm_tools import Rig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background hand down an ignored one
 rig = Rig(Path(sys.argv[1]))
 rig.cycle()
 if sys.argv[2] == "fork" and os.fork() == 0:  # a child that has inherited the trainer's end of the connection
