@@ -48,6 +48,8 @@ NORMALIZERS = {  # title -> baseline and normaliser
 }
 OLD_PROBABILITY = 0.25  # of the token in clip_figure, under the policy that sampled it
 HIGHEST_RATIO = 1 / OLD_PROBABILITY  # at which the token's probability is 1
+TENANTS = ("trainer", "engine")
+GIB = 2**30
 CLIP_LOOKS = {"noclip": ("o", DOTTED), "grpo": ("s", SOLID), "cispo": ("D", DASHED)}
 
 
@@ -409,6 +411,65 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
         ax.set_ylim(0, 1.15 * max(*totals, budget or 0, 1) / unit)
         figure.legend(loc="outside lower center", ncols=3)
     return figure
+
+
+def timeline_figure(
+    phases: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]] = (), budget: int | None = None
+) -> Picture:
+    """A cycle as it was measured: who works when, and below it who holds how much of the card. Taught in notebook 10.
+
+    Args:
+        phases: each with `who` ("trainer" or "engine"), `phase` (its name), `begin` and `seconds`, both in seconds.
+        samples: of memory on the same clock, as `a5lib.recorder.MemoryRecorder` makes them in the trainer's process:
+            `t` in seconds, `reserved` by its torch, and `card`, the use of the whole card, in bytes. What torch has not
+            reserved there is drawn as the engine's: CUDA's contexts and other programs are in it.
+        budget: of the card, in bytes; drawn as a line.
+
+    Raises:
+        UserError: there are no phases, or one is of neither.
+    """
+    names = dict.fromkeys(phase["phase"] for phase in phases)
+    if not phases or any(phase["who"] not in TENANTS for phase in phases):
+        raise UserError("A timeline needs phases, each of the trainer or the engine; give those of one measured cycle.")
+    total = {name: sum(phase["seconds"] for phase in phases if phase["phase"] == name) for name in names}
+    looks: dict[str, dict[str, Any]] = {
+        name: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[(i + i // len(COLORS)) % len(HATCHES)],
+               "edgecolor": "white"} for i, name in enumerate(names, start=len(TENANTS))
+    }  # fmt: skip
+    with look():
+        figure = Picture(figsize=(9, 5.2 if samples else 2.8), layout="constrained")
+        ratios = (1.0, 2.2) if samples else (1.0,)
+        axes = figure.subplots(len(ratios), 1, height_ratios=ratios, sharex=True, squeeze=False)[:, 0]
+        for phase in phases:
+            axes[0].barh(TENANTS.index(phase["who"]), phase["seconds"], 0.72, phase["begin"], linewidth=0,
+                         **looks[phase["phase"]])  # fmt: skip
+        end = max(phase["begin"] + phase["seconds"] for phase in phases)
+        label(axes[0], f"One cycle: {end - min(phase['begin'] for phase in phases):.2f} s", "", "")
+        axes[0].set_yticks(range(len(TENANTS)), TENANTS)
+        axes[0].set_ylim(len(TENANTS) - 0.5, -0.5)
+        axes[0].grid(visible=False, axis="y")
+        if samples:
+            _draw_tenants(axes[1], samples, budget)
+        axes[-1].set_xlabel("seconds")
+        handles = [Patch(label=f"{name}: {total[name]:.3f} s", linewidth=0, **looks[name]) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
+    return figure
+
+
+def _draw_tenants(ax: Axes, samples: Sequence[Mapping[str, Any]], budget: int | None) -> None:
+    """The trainer's part of the card over time, and the engine's on top."""
+    trainer = [sample["reserved"] / GIB for sample in samples]
+    both = [sample["card"] / GIB for sample in samples]
+    times = [sample["t"] for sample in samples]
+    for who, low, high, i in (("trainer", [0.0] * len(both), trainer, 0), ("engine, contexts", trainer, both, 1)):
+        ax.fill_between(times, low, high, step="post", label=who, facecolor=COLORS[i], edgecolor="white",
+                        hatch=HATCHES[i + 1], linewidth=0)  # fmt: skip
+    ax.step(times, both, where="post", color="black", linewidth=1.2)
+    if budget is not None:
+        ax.axhline(budget / GIB, color="black", linestyle=DASHED, label=f"budget {_size(budget)}")
+    ax.set_ylim(0, 1.3 * max(*both, (budget or 0) / GIB))
+    label(ax, f"Measured: at most {_size(max(both) * GIB)} of the card", "", "GiB")
+    ax.legend(loc="upper right", ncols=3, fontsize=8)
 
 
 LANES = {"in": "in from the host", "work": "work", "out": "out to the host"}
