@@ -49,6 +49,11 @@ NORMALIZERS = {  # title -> baseline and normaliser
 OLD_PROBABILITY = 0.25  # of the token in clip_figure, under the policy that sampled it
 HIGHEST_RATIO = 1 / OLD_PROBABILITY  # at which the token's probability is 1
 TENANTS = ("trainer", "engine")
+CYCLE_PHASES = {  # of one cycle, in order, and who works in it
+    "leave": "trainer", "write": "trainer", "wake weights": "engine", "load": "engine", "verify": "engine",
+    "wake kv_cache": "engine", "reset_prefix_cache": "engine", "generate": "engine", "sleep": "engine",
+    "return": "trainer", "score": "trainer", "update": "trainer", "rest": "trainer",
+}  # fmt: skip
 GIB = 2**30
 CLIP_LOOKS = {"noclip": ("o", DOTTED), "grpo": ("s", SOLID), "cispo": ("D", DASHED)}
 
@@ -414,44 +419,47 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
 
 
 def timeline_figure(
-    phases: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]] = (), budget: int | None = None
+    seconds: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = (), budget: int | None = None
 ) -> Picture:
     """A cycle as it was measured: who works when, and below it who holds how much of the card. Taught in notebook 10.
 
     Args:
-        phases: each with `who` ("trainer" or "engine"), `phase` (its name), `begin` and `seconds`, both in seconds.
-        samples: of memory on the same clock, as `a5lib.recorder.MemoryRecorder` makes them in the trainer's process:
-            `t` in seconds, `reserved` by its torch, and `card`, the use of the whole card, in bytes. What torch has not
-            reserved there is drawn as the engine's: CUDA's contexts and other programs are in it.
+        seconds: of each phase, as `a5 diagnose-backend` writes them (`CYCLE_PHASES`); one begins when the one before it
+            ends.
+        samples: of memory, as `a5lib.recorder.MemoryRecorder` makes them in the trainer's process: `t` in seconds since
+            the cycle began, `reserved` by its torch, and `card`, the use of the whole card, in bytes. What torch has
+            not reserved there is drawn as the engine's: CUDA's contexts and other programs are in it.
         budget: of the card, in bytes; drawn as a line.
 
     Raises:
-        UserError: there are no phases, or one is of neither.
+        UserError: there are no phases, or one has another name.
     """
-    names = dict.fromkeys(phase["phase"] for phase in phases)
-    if not phases or any(phase["who"] not in TENANTS for phase in phases):
-        raise UserError("A timeline needs phases, each of the trainer or the engine; give those of one measured cycle.")
-    total = {name: sum(phase["seconds"] for phase in phases if phase["phase"] == name) for name in names}
+    if not seconds or not seconds.keys() <= CYCLE_PHASES.keys():
+        raise UserError(
+            f"A timeline has the phases {', '.join(CYCLE_PHASES)}; give the seconds of some of these, not of "
+            f"{', '.join(seconds.keys() - CYCLE_PHASES.keys()) or 'none'}."
+        )
+    order = {name: who for name, who in CYCLE_PHASES.items() if name in seconds}
     looks: dict[str, dict[str, Any]] = {
         name: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[(i + i // len(COLORS)) % len(HATCHES)],
-               "edgecolor": "white"} for i, name in enumerate(names, start=len(TENANTS))
+               "edgecolor": "white"} for i, name in enumerate(order, start=len(TENANTS))
     }  # fmt: skip
     with look():
-        figure = Picture(figsize=(9, 5.2 if samples else 2.8), layout="constrained")
+        figure = Picture(figsize=(9, 5.4 if samples else 3), layout="constrained")
         ratios = (1.0, 2.2) if samples else (1.0,)
         axes = figure.subplots(len(ratios), 1, height_ratios=ratios, sharex=True, squeeze=False)[:, 0]
-        for phase in phases:
-            axes[0].barh(TENANTS.index(phase["who"]), phase["seconds"], 0.72, phase["begin"], linewidth=0,
-                         **looks[phase["phase"]])  # fmt: skip
-        end = max(phase["begin"] + phase["seconds"] for phase in phases)
-        label(axes[0], f"One cycle: {end - min(phase['begin'] for phase in phases):.2f} s", "", "")
+        begin = 0.0
+        for name, who in order.items():
+            axes[0].barh(TENANTS.index(who), seconds[name], 0.72, begin, linewidth=0, **looks[name])
+            begin += seconds[name]
+        label(axes[0], f"One cycle: {begin:.2f} s", "", "")
         axes[0].set_yticks(range(len(TENANTS)), TENANTS)
         axes[0].set_ylim(len(TENANTS) - 0.5, -0.5)
         axes[0].grid(visible=False, axis="y")
         if samples:
             _draw_tenants(axes[1], samples, budget)
         axes[-1].set_xlabel("seconds")
-        handles = [Patch(label=f"{name}: {total[name]:.3f} s", linewidth=0, **looks[name]) for name in names]
+        handles = [Patch(label=f"{name}: {seconds[name]:.3f} s", linewidth=0, **looks[name]) for name in order]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
     return figure
 
