@@ -405,7 +405,7 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
         ax.stairs([t / unit for t in totals], edges, color="black", linewidth=1.2)
         for i, total in enumerate(totals):
             ax.annotate(_size(total), (i + 0.5, total / unit), (0, 3), textcoords="offset points", ha="center",
-                        fontsize=8)  # fmt: skip
+                        fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
             ax.axvline(i + 1, color="0.8", linewidth=0.6, zorder=0)
         if budget is not None:
             ax.axhline(budget / unit, color="black", linestyle=DASHED, label=f"budget {_size(budget)}")
@@ -459,7 +459,7 @@ def timeline_figure(
         if samples:
             _draw_tenants(axes[1], samples, budget)
         axes[-1].set_xlabel("seconds")
-        handles = [Patch(label=f"{name}: {seconds[name]:.3f} s", linewidth=0, **looks[name]) for name in order]
+        handles = [Patch(label=f"{name}: {seconds[name]:.3g} s", linewidth=0, **looks[name]) for name in order]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
     return figure
 

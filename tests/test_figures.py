@@ -270,7 +270,7 @@ def test_a_timeline_has_a_lane_for_each_tenant_and_their_memory_under_the_budget
     assert [t.get_text() for t in lanes.get_yticklabels()] == ["trainer", "engine"]
     assert "5.75 s" in lanes.get_title()
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [
-        "leave: 0.250 s", "load: 0.500 s", "generate: 3.000 s", "update: 2.000 s"
+        "leave: 0.25 s", "load: 0.5 s", "generate: 3 s", "update: 2 s"
     ]  # fmt: skip
     assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in lanes.patches}) == 4
     trainer, engine = (area.get_paths()[0].vertices[:, 1].tolist() for area in memory.collections)
