@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from a5lib.course import load_algo
 from a5lib.engines import choice
 from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan
 from a5lib.errors import UserError
-from a5lib.rollouts.choice import vllm_settings
+from a5lib.rollouts import choice as backends
+from a5lib.rollouts.choice import best_backend, vllm_settings
 from tests.helpers import tiny_olmo2
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -70,7 +72,7 @@ def test_vllm_gets_what_the_plan_gives_it(monkeypatch):
     settings = vllm_settings(config, tiny_olmo2(), CARD, made)
     generate = made.card["generate"]
     assert settings["kv_cache_bytes"] == generate["vLLM's keys and values"]
-    theirs = ("vLLM, also asleep", "vLLM's weights", "vLLM's layer and logits at work", "vLLM's keys and values")
+    theirs = ("vLLM's weights", "vLLM's layer and logits at work", "vLLM's keys and values")
     assert settings["memory_share"] == pytest.approx(sum(generate[name] for name in theirs) / (80 * GIB))
     assert settings["max_model_len"] == 161 + 512
 
@@ -101,3 +103,21 @@ def test_a_budget_that_was_asked_for_is_a_hard_cap_on_the_card(monkeypatch):
     assert caps.pop() == ((8 * GIB - CONTEXT - VLLM_ASLEEP) / (16 * GIB), 0), "vLLM sleeps on the same card"
     choice.make_engine(tiny_olmo2(), resolve(TrainConfig()), load_algo("solutions"), made, CARD)
     assert caps[1:] == [(1.0, 0)], "what is free is no cap, and that of the run before is lifted"
+
+
+@pytest.mark.parametrize(("card", "vllm"), [(False, False), (False, True), (True, False), (True, True)])
+def test_vllm_is_the_best_backend_where_there_is_a_card_and_a_vllm(card, vllm, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object() if vllm else None)
+    config = TrainConfig(num_steps=3)
+    chosen = best_backend(config)
+    if card and vllm:
+        assert (chosen.generation_backend, chosen.device, chosen.num_steps) == ("vllm-colocated", "cuda", 3)
+    else:
+        assert chosen is config, "as it was asked for"
+
+
+def test_a_python_without_vllm_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = TrainConfig()
+    assert best_backend(config, Path("no-such-env/bin/python")) is config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from a5lib.config import ResolvedConfig
+from a5lib.config import ResolvedConfig, TrainConfig, resolve
 from a5lib.engines.plan import VLLM_ROWS, Plan, vllm_cache
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
@@ -48,6 +49,23 @@ def check_backend(config: ResolvedConfig) -> None:
         ) from error
     if not found:
         raise UserError(f"--vllm-python {python} has no vLLM; install it there, name another Python, {remedy}.")
+
+
+def best_backend(config: TrainConfig, vllm_python: Path | None = None) -> TrainConfig:
+    """The config with colocated vLLM on a card where there are both, otherwise as it is. Taught in notebook 11.
+
+    Args:
+        config: any.
+        vllm_python: the Python that may have vLLM (None: this one).
+    """
+    if not torch.cuda.is_available():
+        return config
+    colocated = dataclasses.replace(config, device="cuda", generation_backend="vllm-colocated", vllm_python=vllm_python)
+    try:
+        check_backend(resolve(colocated))
+    except UserError:
+        return config
+    return colocated
 
 
 def make_backend(
