@@ -606,28 +606,39 @@ def machine_words(rows: Sequence[Row]) -> str:
 
 def tables(rows: Sequence[Row]) -> list[Table | str]:
     """The sheets for a terminal."""
-    drawn: list[Table | str] = []
-    for sheet in sheets(rows):
+    return [*drawn(sheets(rows)), machine_words(rows)]
+
+
+def drawn(sheets: Sequence[Sheet]) -> list[Table | str]:
+    """Sheets as tables of a terminal, each with its notes below."""
+    parts: list[Table | str] = []
+    for sheet in sheets:
         table = Table(title=sheet.title)
         for i, header in enumerate(sheet.headers):
             table.add_column(header, justify="right" if i else "left")
         for cells in sheet.cells:
             table.add_row(*cells)
-        drawn += [*([table] if sheet.cells else []), *sheet.notes]
-    return [*drawn, machine_words(rows)]
+        parts += [*([table] if sheet.cells else []), *sheet.notes]
+    return parts
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The sheets for a file."""
-    text = ["# An update, measured", "", *machine_words(rows).splitlines()]
-    for sheet in sheets(rows):
-        text += ["", f"## {sheet.title.capitalize()}", ""]
+    text = ["# An update, measured", "", *machine_words(rows).splitlines(), *written(sheets(rows))]
+    text += ["", "Seconds: median (smallest-largest, number). Peaks are the highest of all updates, warm-ups too.", ""]
+    return "\n".join(text)
+
+
+def written(sheets: Sequence[Sheet]) -> list[str]:
+    """Sheets as lines of Markdown, each with its notes below."""
+    text: list[str] = []
+    for sheet in sheets:
+        text += ["", f"## {sheet.title[:1].upper()}{sheet.title[1:]}", ""]
         if sheet.cells:
             text += ["| " + " | ".join(sheet.headers) + " |", "|---|" + "--:|" * (len(sheet.headers) - 1)]
             text += ["| " + " | ".join(cells) + " |" for cells in sheet.cells]
         text += [f"\n{note}" for note in sheet.notes]
-    text += ["", "Seconds: median (smallest-largest, number). Peaks are the highest of all updates, warm-ups too.", ""]
-    return "\n".join(text)
+    return text
 
 
 def _one_line(row: Row) -> str:

@@ -323,6 +323,50 @@ def bench_update_command(
     return int(any(row["error"] for row in rows))
 
 
+def diagnose_backend_command(
+    backends: tuple[Literal["transformers", "vllm-colocated", "vllm-alone"], ...] = (
+        "transformers",
+        "vllm-colocated",
+        "vllm-alone",
+    ),
+    cycles: int = 4,
+    output: Path = Path("runs/diagnose-backend"),
+    model: str = TOY,
+    rollouts: int | None = None,
+    prompt_tokens: int = 160,
+    max_tokens: int | None = None,
+    vram_budget: float | None = None,
+    optimizer_state: OptimizerState = "fp32",
+    engine: EngineName | None = None,
+    device: str = "auto",
+    vllm_python: Path | None = None,
+) -> int:
+    """Measure full cycles of training with transformers and with colocated vLLM, phase by phase, and their memory.
+
+    Exit codes: 0 done, 1 a check failed (the lines below the tables say which), 2 nothing was measured, or vLLM failed.
+
+    Args:
+        backends: What generates; `vllm-alone` never sleeps and has all memory of the budget, without a trainer.
+        cycles: Cycles with each backend; the first does not count, and growth of memory is judged from 10 on.
+        output: Folder for the records and tables; new records are added to what is there.
+        model: olmo2-1b, olmo2-7b, llama3.1-8b or tiny, with random weights; `toy`; or a folder or id.
+        rollouts: Responses in a cycle (toy 128, otherwise 256).
+        prompt_tokens: Length of the made-up prompts that random weights get; others get embedded problems.
+        max_tokens: Longest response in tokens (toy 80, otherwise 512).
+        vram_budget: GiB of the card for trainer and vLLM together (default: what is free).
+        optimizer_state: Precision of AdamW's state.
+        engine: What holds weights, gradients and optimizer state (default: what the budget allows).
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        vllm_python: The Python that has vLLM, such as vllm-env/bin/python (default: this one).
+    """
+    from a5lib.course.exercises import load_algo
+    from a5lib.diagnose import Setting, diagnose_backend
+
+    setting = Setting(model, rollouts, prompt_tokens, max_tokens, vram_budget, optimizer_state, engine, device,
+                      vllm_python)  # fmt: skip
+    return int(not diagnose_backend(load_algo(), setting, backends, cycles, output, console))
+
+
 def probe_command(
     model: str = "olmo2-1b",
     vram_budget: float | None = None,
@@ -468,6 +512,9 @@ def toy_build_command(
     rows: int = 96,
     documents: int = 20_000,
     validation: int = 512,
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
     seed: int = 0,
     device: str = "auto",
 ) -> int:
@@ -479,12 +526,18 @@ def toy_build_command(
         rows: Rows of text in a step.
         documents: Generated texts that the tokenizer is trained on.
         validation: Validation problems for the card.
+        hidden_size: Width of the hidden states.
+        layers: Decoder layers.
+        heads: Attention heads, each 32 or 64 wide.
         seed: Seed of text and weights.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
     """
     from a5lib.toy_build import build
 
-    build(out, steps=steps, rows=rows, documents=documents, validation=validation, seed=seed, device=device)
+    build(
+        out, steps=steps, rows=rows, documents=documents, validation=validation, hidden_size=hidden_size,
+        layers=layers, heads=heads, seed=seed, device=device,
+    )  # fmt: skip
     return 0
 
 
@@ -603,6 +656,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench update": bench_update_command,
     "plan": plan_command,
     "probe": probe_command,
+    "diagnose-backend": diagnose_backend_command,
     "course status": course_status_command,
     "course check": course_check_command,
     "course reset": course_reset_command,

@@ -15,7 +15,8 @@ LAYERS = {
     3: ["memory", "shapes", "preflight", "recorder", "engines", "rollouts"],
     4: ["training", "metrics", "evaluation", "checkpoints", "runlog", "toy_build"],
     5: ["plots", "doctor", "bench", "bench_variants", "bench_update", "realised_share", "peers", "probe", "figures",
-        "plan_command", "rollout_views", "update_views", "widgets", "course", "cli", "__main__"],
+        "plan_command", "rollout_views", "update_views", "diagnose", "cycle_views", "widgets", "course", "cli",
+        "__main__"],
 }  # fmt: skip
 LAYER_OF = {f"a5lib.{room}": layer for layer, rooms in LAYERS.items() for room in rooms} | {"a5lib": 0}
 
