@@ -312,6 +312,7 @@ def convert_gguf(file: Path, out: Path, dtype: str = "bfloat16") -> None:
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except Exception as error:
         raise UserError(f"{file} does not load ({_first_line(error)}); give a GGUF file of a known model.") from error
+    vars(loaded.config).pop("quantization_config", None)  # or vLLM takes the folder for a GGUF file
     fresh = AutoModelForCausalLM.from_config(loaded.config).to(select_dtype(dtype, torch.device("cpu")))
     fresh.load_state_dict(loaded.state_dict())
     save_model(fresh, tokenizer, out)

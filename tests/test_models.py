@@ -314,14 +314,17 @@ def test_gguf_becomes_a_folder_that_loads(tmp_path: Path, monkeypatch) -> None:
     """Reading GGUF is transformers' part, so a model stands in for what it reads; what we write is real."""
     file, out = tmp_path / "m.gguf", tmp_path / "out"
     file.write_bytes(b"GGUF")
+    read = tiny_olmo2()
+    read.config.quantization_config = {"quant_method": "gguf"}  # as transformers leaves it there
     with monkeypatch.context() as patch:
         patch.setattr(models, "find_spec", lambda name: object())
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: tiny_olmo2())
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: read)
         patch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: tiny_tokenizer())
         convert_gguf(file, out, "float32")
         patch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
         with pytest.raises(UserError, match="No space left on device"):
             convert_gguf(file, tmp_path / "other")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
     model, tokenizer = load_policy(str(out), device="cpu")
     assert len(tokenizer) == 258
     for (name, a), (_, b) in zip(model.named_parameters(), tiny_olmo2().named_parameters(), strict=True):
