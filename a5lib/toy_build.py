@@ -172,16 +172,18 @@ def train_tokenizer(documents: int, seed: int) -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Olmo2ForCausalLM:
-    """An Olmo2 model of about a million random float32 parameters; heads are 32 wide because vLLM needs 32 or 64."""
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, *, hidden_size: int = 128, layers: int = 4, heads: int = 4
+) -> Olmo2ForCausalLM:
+    """An Olmo2 model of random float32 parameters, by default about a million."""
     torch.manual_seed(seed)
     return Olmo2ForCausalLM(
         Olmo2Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
             max_position_embeddings=CONTEXT,
             initializer_range=0.05,
             tie_word_embeddings=False,
@@ -270,6 +272,9 @@ def build(
     rows: int = 96,
     documents: int = 20_000,
     validation: int = 512,
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
     seed: int = 0,
     device: str = "auto",
 ) -> None:
@@ -285,21 +290,30 @@ def build(
         rows: packed rows of 256 tokens in one step.
         documents: documents that the tokenizer is trained on.
         validation: validation problems for the figures in the card.
+        hidden_size: width of the hidden states; the feed-forward part is three times as wide.
+        layers: decoder layers.
+        heads: attention heads; they must be 32 or 64 wide, because vLLM serves these.
         seed: seed of text, weights and figures.
         device: as in `a5lib.models.select_device`.
 
     Raises:
-        UserError: the folder is not empty, a size is below 1, or the device is not there.
+        UserError: the folder is not empty, a size is below 1, heads have another width, or the device is not there.
     """
-    for name, size in {"steps": steps, "rows": rows, "documents": documents, "validation": validation}.items():
+    sizes = dict(steps=steps, rows=rows, documents=documents, validation=validation, layers=layers, heads=heads)
+    for name, size in sizes.items():
         if size < 1:
             raise UserError(f"--{name} is {size}; it must be at least 1.")
+    if hidden_size not in (32 * heads, 64 * heads):
+        raise UserError(
+            f"--hidden-size {hidden_size} does not go with --heads {heads}: a head must be 32 or 64 wide, because vLLM "
+            f"serves these; with {heads} heads use {32 * heads} or {64 * heads}."
+        )
     target = select_device(device)
     claim_folder(out)
     started = time.perf_counter()
     with reproducible():
         tokenizer = train_tokenizer(documents, seed)
-        model = new_model(tokenizer, seed)
+        model = new_model(tokenizer, seed, hidden_size=hidden_size, layers=layers, heads=heads)
         loss, tokens = pretrain(model, tokenizer, steps=steps, rows=rows, seed=seed, device=target)
     minutes = (time.perf_counter() - started) / 60
     model.generation_config = GenerationConfig(
@@ -314,12 +328,13 @@ def build(
     sampled, greedy = measure(out, validation, seed, target)
     command = f"a5 toy build OUT --steps {steps} --rows {rows} --documents {documents} --seed {seed}"
     facts = {
-        "command": command,
+        "command": f"{command} --hidden-size {hidden_size} --layers {layers} --heads {heads}",
         "machine": f"one {torch.cuda.get_device_name(target)}" if target.type == "cuda" else "a CPU",
         "torch": torch.__version__.partition("+")[0],
         "minutes": f"{minutes:.1f}",
         "tokens": f"{tokens / 1e6:.1f}",
         "loss": f"{loss:.2f}",
+        "architecture": f"{layers} layers, hidden size {hidden_size}, {heads} heads of {hidden_size // heads}",
         "parameters": f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}",
     }
     (out / "README.md").write_text(card(facts, sampled, greedy), encoding="utf-8")
@@ -345,17 +360,15 @@ def measure(folder: Path, problems: int, seed: int, device: torch.device) -> tup
 CARD = """\
 # The toy model of a5lib
 
-A language model of {parameters} million parameters that solves some word problems some of the time. It is small enough
-for two CPU cores to train it with reinforcement learning in about two minutes, and unfinished on purpose, so that this
-training has something to do.
+A language model of {parameters} million parameters that solves some word problems some of the time. It is unfinished on
+purpose, so that reinforcement learning has something to do.
 
-- **Architecture**: OLMo-2 (`Olmo2ForCausalLM`): 4 layers, hidden size 128, 4 heads of 32, untied head, a context of
+- **Architecture**: OLMo-2 (`Olmo2ForCausalLM`): {architecture}, untied head, a context of
   512 tokens, weights stored in bfloat16. It loads with `AutoModelForCausalLM` and `AutoTokenizer` alone.
 - **Tokenizer**: byte-level BPE of its own with 832 tokens. Each digit is one token, and so is each tag of the r1_zero
   prompt. `<|endoftext|>` ends a text, `<|pad|>` pads, and there is no beginning-of-text token.
 - **Built** by `{command}`
-  on {machine} with torch {torch}, in {minutes} minutes: {tokens} million tokens, last loss {loss} nats per token. The
-  same command runs on a CPU, at about 10,000 tokens a second on two cores.
+  on {machine} with torch {torch}, in {minutes} minutes: {tokens} million tokens, last loss {loss} nats per token.
 - **Text**: made by code, with fixed seeds: arithmetic drills, and word problems of {templates} templates (the split
   `train` of `a5lib.toy_problems`) in the r1_zero form, in the question_only form and as GSM8K prints them. Nothing in
   it was written by people or by another model.

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from a5lib import toy_build, toy_problems
 from a5lib.data import load_gsm8k
@@ -286,6 +286,18 @@ def test_build_in_small_writes_a_model_twice_alike(tmp_path, capsys):
         toy_build.build(folders[0], steps=1, device="cpu")
     with pytest.raises(UserError, match="--rows is 0"):
         toy_build.build(tmp_path / "three", rows=0, device="cpu")
+
+
+def test_a_larger_toy_model_has_heads_that_vllm_serves(tmp_path):
+    small = dict(steps=1, rows=1, documents=300, validation=2, device="cpu")
+    toy_build.build(tmp_path / "large", hidden_size=192, layers=2, heads=3, **small)
+    config = AutoConfig.from_pretrained(tmp_path / "large")
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (192, 2, 3)
+    card = (tmp_path / "large" / "README.md").read_text(encoding="utf-8")
+    assert "2 layers, hidden size 192, 3 heads of 64" in card and "--hidden-size 192 --layers 2 --heads 3" in card
+    with pytest.raises(UserError, match=r"--hidden-size 192 does not go with --heads 12: .* use 384 or 768"):
+        toy_build.build(tmp_path / "other", hidden_size=192, heads=12, **small)
+    assert not (tmp_path / "other").exists()
 
 
 def test_pretraining_lowers_the_loss():
