@@ -7,9 +7,11 @@ is left. This file knows the protocol; it does not know what is asked for.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -41,12 +43,13 @@ class WorkerProcess:
         engine: what `worker.load_engine` takes.
         weights: descriptor of the weight channel.
         log: file that the worker's output is added to.
+        card: the trainer's card, by torch's number (None: the first, or none).
 
     Raises:
         UserError: there is no such Python.
     """
 
-    def __init__(self, python: str, engine: str, weights: int, log: Path) -> None:
+    def __init__(self, python: str, engine: str, weights: int, log: Path, card: int | None = None) -> None:
         self.log = log
         self.requests = 0
         with log.open("ab") as output:
@@ -58,7 +61,7 @@ class WorkerProcess:
                 with theirs:
                     self.process = subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                        pass_fds=(theirs.fileno(), weights), env=worker_environment(os.environ),
+                        pass_fds=(theirs.fileno(), weights), env=worker_environment(os.environ, python, card),
                     )  # fmt: skip
             except OSError as error:
                 ours.close()
@@ -151,13 +154,20 @@ class WorkerProcess:
             self._end()
 
 
-def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(environment: Mapping[str, str], python: str, card: int | None = None) -> dict[str, str]:
     """The worker's environment from the trainer's.
 
     vLLM's sleeping allocator does not go together with torch's `expandable_segments`, so that one setting is dropped.
+    What points to the packages of the trainer's Python is dropped where the worker has another one. vLLM takes the
+    first card that it sees, so it sees the trainer's alone.
+
+    Args:
+        environment: the trainer's.
+        python: the worker's Python.
+        card: the trainer's card, by torch's number (None: the first).
 
     >>> worker_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True",
-    ...                     "PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    ...                     "PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": "/ours"}, "/other/python")
     {'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:128', 'PYTHONUNBUFFERED': '1'}
     """
     result = dict(environment)
@@ -165,7 +175,19 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
         settings = [part for part in result.pop(name, "").split(",") if part]
         if kept := [part for part in settings if part.partition(":")[0].strip() != "expandable_segments"]:
             result[name] = ",".join(kept)
+    if not _is_this_python(python):
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            result.pop(name, None)
+    if card:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        result["CUDA_VISIBLE_DEVICES"] = visible[card] if len(visible) > card else str(card)
     return {**result, "PYTHONUNBUFFERED": "1"}  # so that the log holds the last words of a worker that is killed
+
+
+def _is_this_python(python: str) -> bool:
+    """Environments of one installation lie in folders of their own, where their Pythons are links to the same file."""
+    both = [os.path.abspath(shutil.which(name) or name) for name in (python, sys.executable)]
+    return len({(os.path.dirname(path), os.path.realpath(path)) for path in both}) == 1
 
 
 def group_members(group: int) -> list[int]:
