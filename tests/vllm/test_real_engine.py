@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ def settings(model: str | Path, **changes: Any) -> dict[str, Any]:
     return {
         "model": str(model), "dtype": "float32", "max_model_len": 160, "max_num_seqs": 64, "top_p": 1.0,
         "kv_cache_bytes": 2**28, "memory_share": 0.5, "eager": True, "trust_remote_code": False,
+        "quantization": "none",
     } | changes  # fmt: skip
 
 
@@ -120,6 +122,16 @@ def test_greedy_generations_equal_transformers_after_every_update(toy: Pair, pro
     assert [e.call for e in toy.vllm.events][-7:] == [
         "sleep 2", "memory", "wake weights", "load", "wake kv_cache", "reset_prefix_cache", "generate",
     ]  # fmt: skip
+
+
+def test_V08_vllm_takes_no_port_that_another_program_could_have_and_leaves_no_file(toy: Pair) -> None:
+    """What listens has its port from the system, on the loopback alone. vLLM 0.32 itself would leave a file of each
+    engine in the temporary folder, and 0.24 would ask for a port first and take it later.
+    """
+    toy.sync()
+    listening = [c for c in psutil.Process(toy.vllm.facts["pid"]).net_connections("inet") if c.status == "LISTEN"]
+    assert {c.laddr.ip for c in listening} <= {"127.0.0.1"}
+    assert "distributed_init_method" not in toy.vllm.log.read_text(), "vLLM made a process group of its own"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
