@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from a5lib.errors import UserError
 
@@ -25,7 +27,7 @@ LossNormalization = Literal["sequence", "constant"]
 OptimizerState = Literal["fp32", "bf16", "bf16_stochastic", "bf16_kahan"]
 EngineName = Literal["resident", "layer_major"]
 HeadName = Literal["full", "blocks", "fused"]
-BackendName = Literal["transformers", "vllm-colocated"]
+BackendName = Literal["transformers", "vllm-colocated", "vllm-server"]
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,15 @@ class TrainConfig:
     top_p: float = 1.0
     """Nucleus sampling mass; 1 samples from the whole distribution."""
     generation_backend: BackendName = "transformers"
-    """What generates the rollouts: `transformers`, or vLLM in a process of its own that takes turns with the trainer on
-    the same card (`vllm-colocated`)."""
+    """What generates the rollouts: `transformers`, vLLM in a process of its own that takes turns with the trainer on
+    the same card (`vllm-colocated`), or a vLLM server that you have started on another (`vllm-server`)."""
     vllm_python: Path | None = None
     """The Python that has vLLM, such as vllm-env/bin/python (default: the one that trains)."""
+    vllm_url: str = "http://127.0.0.1:8000"
+    """Where the server of `vllm-server` answers, on this machine."""
+    rollout_quantization: Literal["none", "fp8"] = "none"
+    """`fp8` lets `vllm-colocated` keep its linear layers' weights in eight bits, rounded anew at every sync: half the
+    memory, and log-probabilities farther from the trainer's."""
     generation_batch_size: int | None = None
     """Responses decoded side by side; lower it when generation runs out of memory (toy 256, otherwise 32, with vLLM the
     rollout batch up to 256)."""
@@ -262,6 +269,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "generation_batch_size",
         "vram_budget",
         "vllm_python",
+        "vllm_url",
     }
 )
 
@@ -359,6 +367,30 @@ def _check_vllm(config: ResolvedConfig) -> None:
 def _check_batches(config: ResolvedConfig) -> None:
     _check_divides(config, "rollout_batch_size", "group_size")
     _check_divides(config, "rollout_batch_size", "train_batch_size")
+    if config.generation_backend == "vllm-server":
+        _check_server(config)
+
+
+def _check_server(config: ResolvedConfig) -> None:
+    """Weights go to programs of this machine alone, and the server has a Python of its own."""
+    try:
+        address = urlsplit(config.vllm_url)
+        host = address.hostname or ""
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        plain = config.vllm_url.rstrip("/") == f"http://{address.netloc}" and "@" not in address.netloc
+        fits = here and plain and address.port != 0
+    except ValueError:  # no address, or no port
+        fits = False
+    if not fits:
+        raise UserError(
+            f"--vllm-url is {config.vllm_url!r}; it must be the address of a server on this machine, such as "
+            "http://127.0.0.1:8000."
+        )
+    if config.vllm_python is not None:
+        raise UserError(
+            "--vllm-python does not go with --generation-backend vllm-server, which has been started by you; leave it "
+            "out."
+        )
     _check_divides(config, "train_batch_size", "gradient_accumulation_steps")
     preset = config.preset
     if config.group_size == 1 and preset.baseline == "mean":

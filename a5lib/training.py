@@ -204,7 +204,7 @@ def train(
         if backend.takes_card:
             say(f"vLLM starts, which can take a minute; its own log: {run_dir / LOG_FILE}.")
             engine.release()
-            backend.start()
+        backend.start()
         if state.step == 0:
             validate_fully("Before")
         bar = progress_bar(range(state.step + 1, config.num_steps + 1), desc="train", bar_format=BAR,

@@ -80,6 +80,15 @@ def test_a_given_clip_range_replaces_the_presets_own() -> None:
             {"generation_backend": "vllm-colocated", "top_p": 0.9, "temperature": 0.6},
             ["--top-p 0.9", "--temperature 0.6", "set one of them to 1", "--generation-backend transformers"],
         ),
+        (
+            {"generation_backend": "vllm-server", "vllm_python": Path("python")},
+            ["--vllm-python does not go with --generation-backend vllm-server", "leave it out"],
+        ),
+        (
+            {"rollout_quantization": "fp8"},
+            ["--rollout-quantization fp8 needs --generation-backend vllm-colocated, and it is transformers"],
+        ),
+        ({"rollout_quantization": "fp8", "generation_backend": "vllm-server"}, ["and it is vllm-server"]),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_sentence(fields: dict, words: list[str]) -> None:
@@ -98,6 +107,25 @@ def test_group_size_1_is_fine_without_a_baseline() -> None:
 def test_what_vllm_samples_is_taken(fields: dict) -> None:
     assert resolve(TrainConfig(generation_backend="vllm-colocated", **fields))
     assert resolve(TrainConfig(temperature=3.0, top_p=0.5)), "transformers samples at any of them"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://192.168.0.2:8000", "http://0.0.0.0:8000", "http://example.org", "https://127.0.0.1:8000", "127.0.0.1:8000",
+     "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000?x", "http://a@127.0.0.1:8000", "http://127.0.0.1@b.org",
+     "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://localhost.example.org:8000", "http://", ""],
+)  # fmt: skip
+def test_weights_are_sent_to_this_machine_alone(url: str) -> None:
+    with pytest.raises(UserError, match=r"^--vllm-url is '.*'; it must be the address of a server on this machine"):
+        resolve(TrainConfig(generation_backend="vllm-server", vllm_url=url))
+    assert resolve(TrainConfig(vllm_url=url)), "nothing is sent there"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000/", "http://localhost:1", "http://[::1]:8000", "http://127.0.0.9"]
+)
+def test_a_server_on_this_machine_is_taken(url: str) -> None:
+    assert resolve(TrainConfig(generation_backend="vllm-server", vllm_url=url)).measures_mismatch
 
 
 def test_vllm_decodes_the_rollout_batch_side_by_side() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from a5lib.errors import UserError
 from a5lib.rollouts.transformers_backend import TransformersRollouts, sample
 from tests.helpers import tiny_olmo2, tiny_tokenizer
 
@@ -72,27 +71,6 @@ def test_a_completion_does_not_depend_on_how_the_batch_is_cut(model, tokenizer) 
     assert results[0] == results[1] == results[2]
 
 
-def test_V06_the_completions_of_a_group_differ_and_a_seed_repeats_them(backend) -> None:
-    prompts = ragged_prompts(2, seed=4)
-    first = [c.token_ids for c in backend.generate(prompts, n=4, max_tokens=8, temperature=1.0, seed=1)]
-    again = [c.token_ids for c in backend.generate(prompts, n=4, max_tokens=8, temperature=1.0, seed=1)]
-    other = [c.token_ids for c in backend.generate(prompts, n=4, max_tokens=8, temperature=1.0, seed=2)]
-    assert first == again
-    assert first != other, "the next step must not repeat this step's responses"
-    for group in (first[:4], first[4:]):
-        assert len({tuple(ids) for ids in group}) == 4, (
-            "one random stream for the whole group gives identical responses"
-        )
-
-
-def test_generation_leaves_the_callers_random_state_alone(backend) -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    backend.generate(ragged_prompts(1), n=2, max_tokens=4, temperature=1.0, seed=1)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_stop_string_ends_the_response_and_stays_in_the_text(model, tokenizer, monkeypatch) -> None:
     response = tokenizer.encode("so 7 </answer> more", add_special_tokens=False)
     completion = scripted(model, tokenizer, monkeypatch, response, stop=["</answer>"])
@@ -133,21 +111,6 @@ def scripted(model, tokenizer, monkeypatch, response: list[int], *, stop=(), max
     backend = TransformersRollouts(model, tokenizer)
     backend.sync([], 0)
     return backend.generate([[3, 4]], n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=0)[0]
-
-
-def test_generate_before_sync_is_refused(model, tokenizer) -> None:
-    with pytest.raises(RuntimeError, match="sync"):
-        TransformersRollouts(model, tokenizer).generate([[3]], n=1, max_tokens=1, temperature=1.0, seed=0)
-
-
-def test_a_prompt_that_does_not_fit_is_named_before_any_work(model, backend) -> None:
-    context = model.config.max_position_embeddings
-    with pytest.raises(UserError, match=r"number 1.*--max-tokens 3 or fewer"):
-        backend.generate([[3], [3] * (context - 3)], n=1, max_tokens=4, temperature=1.0, seed=0)
-    with pytest.raises(UserError, match="Prompt 0 has no tokens"):
-        backend.generate([[]], n=1, max_tokens=4, temperature=1.0, seed=0)
-    fits = backend.generate([[3] * (context - 2)], n=1, max_tokens=2, temperature=1.0, seed=0)
-    assert len(fits[0].token_ids) <= 2, "exactly the context must fit"
 
 
 def test_sampling_frequencies_are_the_probabilities() -> None:

@@ -50,6 +50,8 @@ def plan_run(
         scored=config.rollout_batch_size if config.scores else 0,
         decoded=decoded if config.generation_backend == "transformers" else 0,
         served=decoded if config.generation_backend == "vllm-colocated" else 0,
+        eight_bits=config.rollout_quantization == "fp8",
+        sent=config.generation_backend == "vllm-server",
         group=config.group_size,
     )
     engine = config.engine

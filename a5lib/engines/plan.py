@@ -66,6 +66,8 @@ class UpdateSize:
         scored: rows that are scored together before the updates; 0 where nothing is scored.
         decoded: rows that transformers decodes side by side on this card; 0 where generation has its own memory.
         served: rows that vLLM decodes side by side on this card, in turns with the trainer; 0 without it.
+        eight_bits: whether vLLM keeps the matrices of its layers in eight bits.
+        sent: whether the weights go to a vLLM that has a card of its own.
         group: rows that share a prompt.
     """
 
@@ -76,6 +78,8 @@ class UpdateSize:
     decoded: int = 0
     group: int = 1
     served: int = 0
+    eight_bits: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,7 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         longest=size.longest, microbatch_tokens=microbatch * size.longest, engine="resident",
         microbatches=-(-size.sequences // microbatch), head_block=block, on_card=on_card, budget=budget, card=card,
         host=({"weights while loading": ledger["weights"]} if on_card else {})
-        | ({"weights for vLLM": ledger["weights"]} if size.served else {}),
+        | ({"weights for vLLM": ledger["weights"]} if size.served or size.sent else {}),
         traffic={f"{phase}, {way}": 0 for phase in TRIPS for way in ("in", "out")},
     )  # fmt: skip
 
@@ -576,7 +580,8 @@ def _host(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
         "gradients": away * w,
         "optimizer state": away * state,
         "layer inputs": (first + max(0, levels - 1) * plan.microbatches) * hidden,
-        **(turns if size.served and lives else {}),
+        **({"what waits for vLLM": lives * (2 * w + state)} if size.served and lives else {}),
+        **({"weights for vLLM": lives * w} if (size.served or size.sent) and lives else {}),
     }
 
 

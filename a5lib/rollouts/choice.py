@@ -20,17 +20,20 @@ from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.rollouts.vllm_engine import VllmSettings
 
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+from a5lib.rollouts.vllm_server import VllmServer
+from a5lib.rollouts.worker_process import worker_environment
 PROBE_SECONDS = 60
 MOST_OF_A_CARD = 0.95  # that vLLM is ever told to take
 
 
 def check_backend(config: ResolvedConfig) -> None:
-    """See that there is a vLLM to start, within a second and before any work; nothing of it is imported.
+    """See that there is a vLLM to start, within a second and before any work; nothing of it is imported. A server is
+    asked when it is known what it has to serve (`VllmServer.start`).
 
     Raises:
         UserError: the Python of --vllm-python cannot be started, or has no vLLM.
     """
-    if config.generation_backend == "transformers":
+    if config.generation_backend != "vllm-colocated":
         return
     python, remedy = config.vllm_python, "or use --generation-backend transformers"
     if python is None:
@@ -110,6 +113,12 @@ def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.
         share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
     else:
         rows = min(config.generation_batch_size, VLLM_ROWS)
+    if config.generation_backend == "vllm-server":
+        return VllmServer(
+            model.named_parameters(), tokenizer, config.vllm_url, model=str(model.config.name_or_path),
+            max_model_len=plan.longest + 1, top_p=config.top_p, concurrency=config.generation_batch_size,
+            trust_remote_code=config.trust_remote_code, device=device if device.type == "cuda" else None,
+        )  # fmt: skip
         cache = vllm_cache(ModelShape.of(model.config), plan.longest, rows, model.dtype.itemsize)
     return {
         "model": str(model.config.name_or_path),

@@ -24,6 +24,7 @@ from a5lib.rollouts.checksums import checksum
 
 ALIGNMENT = 64  # bytes; a cache line
 GIB = 2**30
+CHANNEL_NAME = "a5lib-weights"  # what /proc shows of it
 
 
 class Slot(NamedTuple):
@@ -154,7 +155,7 @@ def _reserve(size: int) -> int:
             f"{available / GIB:.2f} GiB are available; close other programs or choose a smaller model."
         )
     anonymous = hasattr(os, "memfd_create")
-    descriptor = os.memfd_create("a5lib-weights") if anonymous else _unlinked_file()
+    descriptor = os.memfd_create(CHANNEL_NAME) if anonymous else _unlinked_file()
     try:
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, size)  # now; otherwise writing ends in a bus error once memory is full
@@ -173,7 +174,7 @@ def _reserve(size: int) -> int:
 
 def _unlinked_file() -> int:
     """Where the system has no anonymous files: one of an unguessable name, which it loses at once."""
-    descriptor, name = tempfile.mkstemp(prefix="a5lib-weights-", dir="/dev/shm")
+    descriptor, name = tempfile.mkstemp(prefix=f"{CHANNEL_NAME}-", dir="/dev/shm")
     os.unlink(name)
     return descriptor
 
