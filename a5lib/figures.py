@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from a5lib.cycle_views import PHASES
 from a5lib.engines.plan import CONTEXT, Plan, what_stays
 from a5lib.errors import UserError
 from a5lib.optimizers import stochastic_round
@@ -49,11 +50,7 @@ NORMALIZERS = {  # title -> baseline and normaliser
 OLD_PROBABILITY = 0.25  # of the token in clip_figure, under the policy that sampled it
 HIGHEST_RATIO = 1 / OLD_PROBABILITY  # at which the token's probability is 1
 TENANTS = ("trainer", "engine")
-CYCLE_PHASES = {  # of one cycle, in order, and who works in it
-    "leave": "trainer", "write": "trainer", "wake weights": "engine", "load": "engine", "verify": "engine",
-    "wake kv_cache": "engine", "reset_prefix_cache": "engine", "generate": "engine", "sleep": "engine",
-    "return": "trainer", "score": "trainer", "update": "trainer", "rest": "trainer",
-}  # fmt: skip
+TRAINERS = ("leave", "write", "return", "score", "update", "rest")  # of PHASES; in the others the engine works
 GIB = 2**30
 CLIP_LOOKS = {"noclip": ("o", DOTTED), "grpo": ("s", SOLID), "cispo": ("D", DASHED)}
 
@@ -424,7 +421,7 @@ def timeline_figure(
     """A cycle as it was measured: who works when, and below it who holds how much of the card. Taught in notebook 10.
 
     Args:
-        seconds: of each phase, as `a5 diagnose-backend` writes them (`CYCLE_PHASES`); one begins when the one before it
+        seconds: of each phase, as `a5 diagnose-backend` writes them; one begins when the one before it
             ends.
         samples: of memory, as `a5lib.recorder.MemoryRecorder` makes them in the trainer's process: `t` in seconds since
             the cycle began, `reserved` by its torch, and `card`, the use of the whole card, in bytes. What torch has
@@ -434,12 +431,12 @@ def timeline_figure(
     Raises:
         UserError: there are no phases, or one has another name.
     """
-    if not seconds or not seconds.keys() <= CYCLE_PHASES.keys():
+    if not seconds or not seconds.keys() <= PHASES.keys():
         raise UserError(
-            f"A timeline has the phases {', '.join(CYCLE_PHASES)}; give the seconds of some of these, not of "
-            f"{', '.join(seconds.keys() - CYCLE_PHASES.keys()) or 'none'}."
+            f"A timeline has the phases {', '.join(PHASES)}; give the seconds of some of these, not of "
+            f"{', '.join(seconds.keys() - PHASES.keys()) or 'none'}."
         )
-    order = {name: who for name, who in CYCLE_PHASES.items() if name in seconds}
+    order = [name for name in PHASES if name in seconds]
     looks: dict[str, dict[str, Any]] = {
         name: {"facecolor": COLORS[i % len(COLORS)], "hatch": HATCHES[(i + i // len(COLORS)) % len(HATCHES)],
                "edgecolor": "white"} for i, name in enumerate(order, start=len(TENANTS))
@@ -449,8 +446,9 @@ def timeline_figure(
         ratios = (1.0, 2.2) if samples else (1.0,)
         axes = figure.subplots(len(ratios), 1, height_ratios=ratios, sharex=True, squeeze=False)[:, 0]
         begin = 0.0
-        for name, who in order.items():
-            axes[0].barh(TENANTS.index(who), seconds[name], 0.72, begin, linewidth=0, **looks[name])
+        for name in order:
+            lane = TENANTS.index("trainer" if name in TRAINERS else "engine")
+            axes[0].barh(lane, seconds[name], 0.72, begin, linewidth=0, **looks[name])
             begin += seconds[name]
         label(axes[0], f"One cycle: {begin:.2f} s", "", "")
         axes[0].set_yticks(range(len(TENANTS)), TENANTS)
