@@ -321,6 +321,11 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     _check_batches(resolved)
     if resolved.generation_backend != "transformers":
         _check_vllm(resolved)
+    if resolved.rollout_quantization != "none" and resolved.generation_backend != "vllm-colocated":
+        raise UserError(
+            f"--rollout-quantization {resolved.rollout_quantization} needs --generation-backend vllm-colocated, and it "
+            f"is {resolved.generation_backend}; leave one of them out."
+        )
     return resolved
 
 
@@ -362,11 +367,6 @@ def _check_vllm(config: ResolvedConfig) -> None:
             "log-probabilities before the temperature or after top-p; set one of them to 1, or use "
             "--generation-backend transformers."
         )
-
-
-def _check_batches(config: ResolvedConfig) -> None:
-    _check_divides(config, "rollout_batch_size", "group_size")
-    _check_divides(config, "rollout_batch_size", "train_batch_size")
     if config.generation_backend == "vllm-server":
         _check_server(config)
 
@@ -391,6 +391,11 @@ def _check_server(config: ResolvedConfig) -> None:
             "--vllm-python does not go with --generation-backend vllm-server, which has been started by you; leave it "
             "out."
         )
+
+
+def _check_batches(config: ResolvedConfig) -> None:
+    _check_divides(config, "rollout_batch_size", "group_size")
+    _check_divides(config, "rollout_batch_size", "train_batch_size")
     _check_divides(config, "train_batch_size", "gradient_accumulation_steps")
     preset = config.preset
     if config.group_size == 1 and preset.baseline == "mean":

@@ -105,12 +105,14 @@ class ModelShape:
             raise unknown
         return dataclasses.replace(shape, layers=config.num_hidden_layers)
 
+    def layer_matrices(self) -> int:
+        """Parameters of one decoder layer's matrices: four of attention, three of the feed-forward part."""
+        return self.hidden * (2 * (self.heads + self.kv_heads) * self.head_size + 3 * self.intermediate)
+
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: four attention matrices, three feed-forward matrices, norms and biases."""
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = 2 * self.hidden * queries + 2 * self.hidden * keys
-        vectors = queries + keys + 2 * self.hidden if self.vectors is None else self.vectors
-        return attention + 3 * self.hidden * self.intermediate + vectors
+        """Parameters of one decoder layer: its matrices, norms and biases."""
+        default = (self.heads + self.kv_heads) * self.head_size + 2 * self.hidden
+        return self.layer_matrices() + (default if self.vectors is None else self.vectors)
 
     def parts(self) -> list[int]:
         """Parameters of each part that the layer-major pass visits: embedding, layers, and final norm with head."""

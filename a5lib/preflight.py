@@ -217,7 +217,8 @@ def _attempt(
 def _fewer_decoded(c: _Change) -> Iterator[_Change]:
     decoded = (c.size.decoded or c.size.served) // 2
     while decoded >= 1:
-        size = dataclasses.replace(c.size, **{"served" if c.size.served else "decoded": decoded})
+        served = decoded if c.size.served else 0
+        size = dataclasses.replace(c.size, served=served, decoded=decoded - served)
         yield c.and_(f"--generation-batch-size {decoded}", size)
         decoded //= 2
 

@@ -15,7 +15,7 @@ from a5lib.engines import choice
 from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan
 from a5lib.errors import UserError
 from a5lib.rollouts import choice as backends
-from a5lib.rollouts.choice import best_backend, vllm_settings
+from a5lib.rollouts.choice import best_backend, check_backend, vllm_settings
 from tests.helpers import tiny_olmo2
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -75,6 +75,48 @@ def test_vllm_gets_what_the_plan_gives_it(monkeypatch):
     theirs = ("vLLM's weights", "vLLM's layer and logits at work", "vLLM's keys and values")
     assert settings["memory_share"] == pytest.approx(sum(generate[name] for name in theirs) / (80 * GIB))
     assert settings["max_model_len"] == 161 + 512
+
+
+def test_eight_bits_leave_vllm_more_room_for_keys_and_values():
+    fields = {"generation_backend": "vllm-colocated", "vram_budget": 12}
+    full, eight = (plan(CARD, rollout_quantization=name, **fields).card["generate"] for name in ("none", "fp8"))
+    assert eight["vLLM's weights"] < full["vLLM's weights"]
+    assert eight["vLLM's keys and values"] > full["vLLM's keys and values"]
+    assert sum(eight.values()) <= sum(full.values())
+    config = resolve(TrainConfig(rollout_quantization="fp8", generation_backend="vllm-colocated"))
+    settings = vllm_settings(config, tiny_olmo2(), CPU, plan(CPU, rollout_quantization="fp8", **fields))
+    assert settings["quantization"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "capability", "sentence"),
+    [
+        (
+            {},
+            None,
+            r"^--rollout-quantization fp8 needs bfloat16 weights, and these are float32; add --dtype bfloat16\.$",
+        ),
+        (
+            {"device": "cuda"},
+            (8, 6),
+            r"^--rollout-quantization fp8 needs a card that .* this one's is 8\.6; leave it out",
+        ),
+        ({"device": "cuda"}, (8, 9), None),
+        ({"dtype": "bfloat16"}, None, None),
+    ],
+)
+def test_eight_bits_are_refused_before_any_work_where_they_cannot_be(fields, capability, sentence, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
+    config = resolve(TrainConfig(rollout_quantization="fp8", generation_backend="vllm-colocated", **fields))
+    if sentence is None:
+        check_backend(config)
+        return
+    with pytest.raises(UserError, match=sentence):
+        check_backend(config)
 
 
 def test_a_budget_below_the_smallest_plan_is_one_sentence():

@@ -273,6 +273,25 @@ def test_vllm_beside_the_layer_major_engine_by_hand():
     assert (made.host["what waits for vLLM"], made.host["weights for vLLM"]) == (lives * (4 + 12), lives * 2)
 
 
+def test_vllm_in_eight_bits_by_hand(monkeypatch):
+    """Of 400 parameters 2 * 144 are in matrices of layers: 4 * (2 * 2 + 2 * 1) * 2 of attention, 3 * 4 * 8 besides."""
+    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=1, eight_bits=True)
+    options = {"bytes_per_weight": 2, "on_card": True, "budget": 12 * GIB}
+    made = by_hand(size=size, **options)
+    assert made.card["generate"]["vLLM's weights"] == 2 * 144 + (400 - 2 * 144) * 2
+    assert (
+        made.host["weights for vLLM"]
+        == by_hand(size=dataclasses.replace(size, eight_bits=False), **options).host["weights for vLLM"]
+    ), "they are sent whole"
+    work = plan.VLLM_TOKENS * 2 * (3 * 8 + 4 * 4) + 10 * 3 * 4
+    assert made.card["generate"]["vLLM's layer and logits at work"] == work
+    monkeypatch.setattr(plan, "VLLM_TOKENS", 1)  # then loading takes more: gate and up, twice 4 * 8, and as much again
+    made = by_hand(size=size, **options)
+    assert made.card["generate"]["vLLM's layer and logits at work"] == 4 * 4 * 8 * 2 > 2 * (3 * 8 + 4 * 4) + 10 * 3 * 4
+    float32 = by_hand(size=size, **(options | {"bytes_per_weight": 4}))
+    assert float32.card["generate"]["vLLM's weights"] == 2 * 144 + (400 - 2 * 144) * 4
+
+
 @pytest.mark.parametrize("engine", ["resident", "layer_major"])
 def test_vllms_keys_and_values_take_the_room_that_is_left(engine):
     size = UpdateSize(sequences=64, longest=671, response=512, group=8, served=256)

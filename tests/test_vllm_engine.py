@@ -12,6 +12,7 @@ from torch import nn
 
 from a5lib.rollouts import vllm_versions as versions
 from a5lib.rollouts.checksums import checksums, differences
+from a5lib.rollouts.fp8 import FP8
 from a5lib.rollouts.protocol import Refusal
 from a5lib.rollouts.vllm_engine import VllmEngine
 from a5lib.rollouts.weight_channel import channel_size, lay_out, views
@@ -21,6 +22,7 @@ VOCABULARY = 260  # as many as the tokenizer has and two; the engine holds 320 r
 SETTINGS = {
     "model": "folder", "dtype": "float32", "max_model_len": 5000, "max_num_seqs": 8, "top_p": 1.0,
     "kv_cache_bytes": 2**20, "memory_share": 0.5, "eager": False, "trust_remote_code": False,
+    "quantization": "none",
 }  # fmt: skip
 
 
@@ -34,6 +36,18 @@ class Packed(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(sizes)), requires_grad=False)
 
 
+class Rounded(nn.Module):
+    """The same in eight bits, as on a card: it lies as [columns, rows], both filled up to multiples of 16."""
+
+    def __init__(self, sizes, width):
+        super().__init__()
+        self.output_sizes = sizes
+        self.output_size_per_partition, self.input_size_per_partition = sum(sizes), width
+        self.weight = nn.Parameter(torch.zeros(16, 16).to(FP8).t(), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.ones(16, 1), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(sum(sizes)), requires_grad=False)
+
+
 class Vocabulary(nn.Module):
     """A table filled up to whole blocks of 64 rows."""
 
@@ -44,30 +58,44 @@ class Vocabulary(nn.Module):
 
 
 class Model(nn.Module):
-    """Names as in vLLM. `skips` are weights of the checkpoint that a load passes over without a word."""
+    """Names as in vLLM. `skips` are weights of the checkpoint that a load passes over without a word; those in
+    `old_scales` it rounds, and leaves their scale as it was.
+    """
 
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, tied):
+    def __init__(self, tied, linear):
         super().__init__()
         self.embed_tokens = Vocabulary(8)
         self.layer = nn.Module()
-        self.layer.qkv_proj = Packed([8, 4, 4], 8)
-        self.layer.gate_up_proj = Packed([6, 6], 8)
+        self.layer.qkv_proj = linear([8, 4, 4], 8)
+        self.layer.gate_up_proj = linear([6, 6], 8)
         self.norm = nn.LayerNorm(8, bias=False)
         self.lm_head = self.embed_tokens if tied else Vocabulary(8)
-        self.skips = set()
+        self.skips, self.old_scales = set(), set()
         self.loaded = []
 
     def load_weights(self, weights):
-        held = {name: part for name, _, part in versions.parts(self)}
+        held = {part.name: part.values for part in versions.parts(self)}
         for name, weight in weights:
             self.loaded.append(name)
             if name not in self.skips:
                 held[name].copy_(weight)
+
+    def reload_weights(self, weights_iterator):
+        held = {part.name: part for part in versions.parts(self)}
+        for name, weight in weights_iterator:
+            part = held[name]
+            if part.scale is None:
+                self.load_weights([(name, weight)])
+            elif name not in self.skips:
+                scale = weight.abs().amax(1, keepdim=True) / 448
+                part.values.copy_((weight / scale).to(FP8))
+                if name not in self.old_scales:
+                    part.scale.copy_(scale)
 
 
 class Llm:
@@ -75,11 +103,13 @@ class Llm:
 
     made: Llm
     tied = False
+    groups: ClassVar[list] = []  # process groups that were made before
 
     def __init__(self, **arguments):
         Llm.made = self
+        self.groups = list(Llm.groups)
         self.arguments = arguments
-        self.model = Model(self.tied)
+        self.model = Model(self.tied, Rounded if arguments["quantization"] else Packed)
         self.model_config = SimpleNamespace(max_model_len=arguments["max_model_len"])
         self.calls = []
         self.unfinished = 0
@@ -92,6 +122,9 @@ class Llm:
 
     def apply_model(self, function):
         return [function(self.model)]
+
+    def collective_rpc(self, method, kwargs):
+        return [getattr(self.model, method)(**kwargs)]
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
@@ -124,6 +157,10 @@ def vllm(monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, name, value)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(Llm, "tied", False)
+    monkeypatch.setattr(Llm, "groups", [])
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **given: Llm.groups.append((backend, given))
+    )
     module.utils = utils
     return module
 
@@ -167,7 +204,7 @@ def ready(**changes):
 def test_every_weight_is_read_back_under_its_own_name() -> None:
     engine, weights = VllmEngine(SETTINGS), trained()
     assert load(engine, weights) == []
-    held = {name: (where, part) for name, where, part in versions.parts(Llm.made.model)}
+    held = {part.name: (part.held_as, part.values) for part in versions.parts(Llm.made.model)}
     assert held.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(held[name][1], weight)
@@ -214,6 +251,53 @@ def test_a_weight_that_does_not_fit_is_named_and_not_loaded() -> None:
         "norm.weight is float32 [8] and should be float32 [9]",
     ]
     assert not {"norm.weight", "layer.q_proj.bias", "layer.x_proj.weight"} & set(Llm.made.model.loaded)
+
+
+def test_weights_of_eight_bits_are_judged_by_what_was_sent() -> None:
+    engine, weights = VllmEngine(SETTINGS | {"quantization": "fp8"}), trained()
+    assert Llm.made.arguments["quantization"] == "fp8_per_channel"
+    assert load(engine, weights) == []
+    held = {part.name: part for part in versions.parts(Llm.made.model)}
+    assert held.keys() == weights.keys(), "a scale is no weight of its own"
+    rounded = {name for name, part in held.items() if part.scale is not None}
+    assert rounded == {f"layer.{name}_proj.weight" for name in ["q", "k", "v", "gate", "up"]}
+    assert not rounded & set(Llm.made.model.loaded), "copied into the rounded weight, and not rounded"
+    part = held["layer.up_proj.weight"]
+    assert (part.held_as, part.values.shape, part.scale.shape) == ("layer.gate_up_proj.weight[6:12]", (6, 8), (6, 1))
+    assert load(engine, trained(seed=1)) == []
+
+
+@pytest.mark.parametrize("fault", ["skips", "old_scales"])
+def test_an_old_weight_of_eight_bits_or_an_old_scale_is_named_and_nothing_is_generated(fault) -> None:
+    engine = ready(quantization="fp8")
+    getattr(Llm.made.model, fault).add("layer.k_proj.weight")
+    assert load(engine, trained(seed=1)) == [
+        "layer.k_proj.weight has other values (held as layer.qkv_proj.weight[8:12])"
+    ]
+    engine.reset_prefix_cache()
+    with pytest.raises(Refusal, match="not verified"):
+        generate(engine)
+
+
+def test_a_channel_that_changed_on_the_way_is_found_though_the_engine_rounded_it_rightly() -> None:
+    engine, weights = VllmEngine(SETTINGS | {"quantization": "fp8"}), trained()
+    slots, sums = lay_out(weights.items()), checksums(weights.items())
+    buffer = torch.zeros(channel_size(slots), dtype=torch.uint8)
+    changed = weights["layer.v_proj.weight"].clone()
+    changed[0, 0] += 1e-6  # far less than a step of eight bits
+    for name, place in views(slots, buffer).items():
+        place.copy_(changed if name == "layer.v_proj.weight" else weights[name])
+    assert differences(slots, sums, engine.load(slots, buffer, sums)) == [
+        "layer.v_proj.weight has other values (held as layer.qkv_proj.weight[12:16])"
+    ]
+
+
+def test_a_weight_of_eight_bits_that_does_not_fit_is_named_and_not_loaded() -> None:
+    engine, weights = VllmEngine(SETTINGS | {"quantization": "fp8"}), trained()
+    weights["layer.q_proj.weight"] = torch.ones(8, 9)
+    assert load(engine, weights) == [
+        "layer.q_proj.weight is float8_e4m3fn [8, 8] and should be float32 [8, 9] (held as layer.qkv_proj.weight[0:8])"
+    ]
 
 
 class OldMapper:
@@ -274,6 +358,17 @@ def test_packing_is_switched_off_before_the_model_is_made(vllm) -> None:
     del vllm.utils.dispatch_cpu_unquantized_gemm
     with pytest.raises(RuntimeError, match=r"packs weights in a way .* use 0\.24\.x and 0\.32\.x"):
         VllmEngine(SETTINGS)
+
+
+@pytest.mark.parametrize(("card", "backend"), [(False, "gloo"), (True, "nccl")])
+def test_V08_the_process_group_is_there_before_vllm_would_look_for_a_port(card, backend, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 40))
+    VllmEngine(SETTINGS)
+    ((name, given),) = Llm.made.groups
+    assert (name, given["rank"], given["world_size"]) == (backend, 0, 1)
+    assert isinstance(given["store"], torch.distributed.HashStore), "in memory: no port, and no file"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_version_that_was_not_tried_is_said(vllm, capsys) -> None:
@@ -392,7 +487,7 @@ def test_on_a_card_the_engine_sleeps_wakes_by_tag_and_pins_the_channel_once(faul
     )
     for name, value in {
         "is_available": lambda: True, "mem_get_info": lambda: (30, 40), "cudart": lambda: runtime,
-        "get_device_name": lambda: "a card",
+        "get_device_name": lambda: "a card", "synchronize": lambda: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     engine = VllmEngine(SETTINGS)

@@ -286,11 +286,15 @@ def _generation(shape: ModelShape, size: UpdateSize, w: int, room: float) -> dic
     longest rows, at most those of all that are decoded side by side.
     """
     if size.served:
+        matrices = size.eight_bits * shape.layers * shape.layer_matrices()
+        # counted as in any forward pass, with three float32 copies of the next tokens' logits; not measured
+        work = VLLM_TOKENS * w * (3 * shape.intermediate + 4 * shape.hidden) + size.served * shape.vocabulary * 3 * 4
+        # Where it rounds, a load makes one module's weights beside the engine's: the embedding, or gate and up with
+        # their absolute values. Keys and values are not there yet.
+        load = size.eight_bits * max(shape.vocabulary, 4 * shape.intermediate) * shape.hidden * w
         parts = {
-            "vLLM's weights": shape.parameters() * w,
-            # counted as in any forward pass, with three float32 copies of the next tokens' logits; not measured
-            "vLLM's layer and logits at work": VLLM_TOKENS * w * (3 * shape.intermediate + 4 * shape.hidden)
-            + size.served * shape.vocabulary * 3 * 4,
+            "vLLM's weights": shape.parameters() * w - matrices * (w - 1),
+            "vLLM's layer and logits at work": max(work, load),
         }
         least, most = (vllm_cache(shape, size.longest, rows, w) for rows in (min(size.served, VLLM_ROWS), size.served))
         cache = max(least, min(most, int(min(room, 2**62)) - sum(parts.values())))
@@ -574,7 +578,6 @@ def _host(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     first = max(plan.microbatches if levels else 0, waiting)
     state = state_bytes(optimizer_state, w)
     lives = shape.parameters() - away  # on the card, which it leaves while vLLM generates
-    turns = {"what waits for vLLM": lives * (2 * w + state), "weights for vLLM": lives * w}
     return {
         "weights": away * w,
         "gradients": away * w,

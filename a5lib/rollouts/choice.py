@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,16 @@ from a5lib.config import ResolvedConfig, TrainConfig, resolve
 from a5lib.engines.plan import VLLM_ROWS, Plan, vllm_cache
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
+from a5lib.models import policy_device, select_dtype
 from a5lib.rollouts import RolloutBackend, vllm_backend
 from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.rollouts.vllm_engine import VllmSettings
-
-PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 from a5lib.rollouts.vllm_server import VllmServer
 from a5lib.rollouts.worker_process import worker_environment
+
+PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 PROBE_SECONDS = 60
+FP8_CAPABILITY = (8, 9)
 MOST_OF_A_CARD = 0.95  # that vLLM is ever told to take
 
 
@@ -31,10 +34,13 @@ def check_backend(config: ResolvedConfig) -> None:
     asked when it is known what it has to serve (`VllmServer.start`).
 
     Raises:
-        UserError: the Python of --vllm-python cannot be started, or has no vLLM.
+        UserError: the Python of --vllm-python cannot be started, or has no vLLM; or eight bits do not go with the card
+            or the weights.
     """
     if config.generation_backend != "vllm-colocated":
         return
+    if config.rollout_quantization == "fp8":
+        _check_fp8(config)
     python, remedy = config.vllm_python, "or use --generation-backend transformers"
     if python is None:
         if importlib.util.find_spec("vllm") is None:
@@ -44,14 +50,27 @@ def check_backend(config: ResolvedConfig) -> None:
             )
         return
     try:
-        found = subprocess.run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+        environment = worker_environment(os.environ, str(python))
+        done = subprocess.run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_SECONDS, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
             f"--vllm-python {python} cannot be started ({getattr(error, 'strerror', None) or error}); give the path of "
             f"the Python that has vLLM, such as vllm-env/bin/python, {remedy}."
         ) from error
-    if not found:
+    if done.returncode:
         raise UserError(f"--vllm-python {python} has no vLLM; install it there, name another Python, {remedy}.")
+
+
+def _check_fp8(config: ResolvedConfig) -> None:
+    device = policy_device(config.model, config.device)
+    dtype, name = select_dtype(config.dtype, device), f"--rollout-quantization {config.rollout_quantization}"
+    if dtype != torch.bfloat16:
+        raise UserError(f"{name} needs bfloat16 weights, and these are {str(dtype)[6:]}; add --dtype bfloat16.")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise UserError(
+            f"{name} needs a card that multiplies eight-bit numbers (compute capability 8.9 or more, such as an RTX "
+            f"4060), and this one's is {capability[0]}.{capability[1]}; leave it out."
+        )
 
 
 def best_backend(config: TrainConfig, vllm_python: Path | None = None) -> TrainConfig:
@@ -94,6 +113,12 @@ def make_backend(
     """
     if config.generation_backend == "transformers":
         return TransformersRollouts(model, tokenizer, config.generation_batch_size, device)
+    if config.generation_backend == "vllm-server":
+        return VllmServer(
+            model.named_parameters(), tokenizer, config.vllm_url, model=str(model.config.name_or_path),
+            max_model_len=plan.longest + 1, top_p=config.top_p, concurrency=config.generation_batch_size,
+            trust_remote_code=config.trust_remote_code, device=device if device.type == "cuda" else None,
+        )  # fmt: skip
     return vllm_backend.VllmColocated(
         model.named_parameters(),
         vllm_settings(config, model, device, plan),
@@ -108,17 +133,12 @@ def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.
     """What a run's vLLM is made with; on a card its memory is what the plan gives it in the phase "generate"."""
     share, cache = MOST_OF_A_CARD, 0
     if device.type == "cuda":
-        parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM")}
+        # what it takes asleep comes on top: it is there before vLLM looks at what is free
+        parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM's")}
         cache = parts["vLLM's keys and values"]
         share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
     else:
         rows = min(config.generation_batch_size, VLLM_ROWS)
-    if config.generation_backend == "vllm-server":
-        return VllmServer(
-            model.named_parameters(), tokenizer, config.vllm_url, model=str(model.config.name_or_path),
-            max_model_len=plan.longest + 1, top_p=config.top_p, concurrency=config.generation_batch_size,
-            trust_remote_code=config.trust_remote_code, device=device if device.type == "cuda" else None,
-        )  # fmt: skip
         cache = vllm_cache(ModelShape.of(model.config), plan.longest, rows, model.dtype.itemsize)
     return {
         "model": str(model.config.name_or_path),
@@ -130,4 +150,5 @@ def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.
         "memory_share": share,
         "eager": False,
         "trust_remote_code": config.trust_remote_code,
+        "quantization": config.rollout_quantization,
     }

@@ -6,7 +6,9 @@ beside it. What differs between versions of vLLM is in `vllm_versions.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from a5lib.rollouts import vllm_versions as versions
 from a5lib.rollouts.checksums import Held, checksum, differences
+from a5lib.rollouts.fp8 import as_sent
 from a5lib.rollouts.protocol import Refusal
 from a5lib.rollouts.weight_channel import Slot, views
 
@@ -29,9 +32,10 @@ class VllmSettings(TypedDict):
     max_num_seqs: completions that are decoded side by side.
     top_p: that of the run; below 1, only temperatures 0 and 1 can be served (see `VllmEngine.generate`).
     kv_cache_bytes: for keys and values; None: what `memory_share` leaves. Needed on the CPU.
-    memory_share: of the whole card, weights included.
+    memory_share: of the whole card, for weights, work, keys and values; CUDA itself and graphs come on top.
     eager: compute without compiling and without recorded graphs; always so on the CPU.
     trust_remote_code: run the model folder's own Python code.
+    quantization: "fp8": linear weights in eight bits, rounded anew at each load; "none": as they are sent.
     """
 
     model: str
@@ -43,6 +47,7 @@ class VllmSettings(TypedDict):
     memory_share: float
     eager: bool
     trust_remote_code: bool
+    quantization: str
 
 
 class VllmEngine:
@@ -58,13 +63,14 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self.card = torch.cuda.is_available()
         self.card_free = torch.cuda.mem_get_info()[0] if self.card else None
-        self.top_p = settings["top_p"]
+        self.top_p, self.rounds = settings["top_p"], settings["quantization"] == "fp8"
         self.vllm, self.llm = self._make(settings)
         self.tokenizer = self.llm.get_tokenizer()
         self.awake = set(TAGS)
         self.verified = self.fresh = False
+        self.verify_seconds = 0.0
         self._pinned: Tensor | None = None
-        self._places = self._apply(_places)
+        self._places = self._apply(places)
         self._check_own_memory()
 
     def facts(self) -> dict[str, Any]:
@@ -93,10 +99,19 @@ class VllmEngine:
             raise Refusal('The engine is asleep; wake "weights" before a load, so that there is room for them.')
         self.verified = self.fresh = False
         self._pin(buffer)
-        held = self._apply(lambda model: _load(model, slots, views(slots, buffer)))
+        weights = views(slots, buffer)
+        reload = (lambda fitting: versions.reload(self.llm, fitting)) if self.rounds else None
+        self._apply(lambda model: load(model, slots, weights, reload))
         self._check_own_memory()
-        self.verified = not differences(slots, checksums, held)
-        return held
+        if self.card:
+            torch.cuda.synchronize()  # so that the seconds below are those of reading back
+        began = time.perf_counter()
+        rows: list[Held] = self._apply(lambda model: held(model, slots, weights))
+        self.verify_seconds = time.perf_counter() - began
+        if self.card and self.rounds:
+            torch.cuda.empty_cache()  # what loading took is for keys and values now
+        self.verified = not differences(slots, checksums, rows)
+        return rows
 
     def reset_prefix_cache(self) -> None:
         """See `WorkerEngine.reset_prefix_cache`."""
@@ -173,6 +188,7 @@ class VllmEngine:
 
         if not vllm.__version__.startswith(versions.KNOWN):
             print(f"a5lib knows vLLM {versions.known()}; this is {vllm.__version__}, untried.", flush=True)
+        versions.make_process_group(self.card)
         if not self.card:
             versions.switch_off_packing()
         llm = vllm.LLM(
@@ -184,6 +200,7 @@ class VllmEngine:
             gpu_memory_utilization=settings["memory_share"],
             enforce_eager=settings["eager"] or not self.card,
             trust_remote_code=settings["trust_remote_code"],
+            quantization=versions.FP8_ROWS if self.rounds else None,
             load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights
             enable_prefix_caching=True,
             enable_sleep_mode=self.card,  # refused on the CPU
@@ -209,17 +226,7 @@ class VllmEngine:
         self._pinned = buffer
 
     def _check_own_memory(self) -> None:
-        """The engine computes with the memory that is read back: with its parameters, where they have always been."""
-        names = self._apply(versions.packed_layers)
-        if names:
-            raise RuntimeError(f"vLLM computes {names[0]} and {len(names) - 1} others with packed copies of weights.")
-        places = self._apply(_places)
-        if empty := [name for name, (_, size) in places.items() if size == 0]:
-            raise RuntimeError(f"vLLM left {empty[0]} and {len(empty) - 1} other parameters empty.")
-        if moved := [name for name, place in places.items() if place != self._places.get(name)]:
-            raise RuntimeError(
-                f"vLLM moved {moved[0]} and {len(moved) - 1} others; recorded graphs read the old place."
-            )
+        self._apply(lambda model: check_own_memory(model, self._places))
 
     def _check_ready(self, temperature: float, top_p: float) -> None:
         if not self.verified:
@@ -228,15 +235,8 @@ class VllmEngine:
             raise Refusal('The engine has no room for keys and values; wake "kv_cache" before it generates.')
         if not self.fresh:
             raise Refusal("The prefix cache may hold keys and values of older weights; reset it before it generates.")
-        if (top_p == 1) != (self.top_p == 1):
-            raise Refusal(f"The engine was made for top-p {self.top_p:g} and cannot serve {top_p:g}; make a new one.")
-        if temperature != 0 and not 0.01 <= temperature <= 2:  # it would raise the one and refuse the other
-            raise Refusal(f"vLLM does not sample at temperature {temperature:g}; use 0, or from 0.01 to 2.")
-        if top_p < 1 and temperature not in (0, 1):
-            raise Refusal(
-                f"vLLM gives log-probabilities before the temperature or after top-p, so temperature {temperature:g} "
-                f"needs top-p 1, and top-p {top_p:g} needs temperature 1."
-            )
+        if refusal := not_served(temperature, top_p, self.top_p):
+            raise Refusal(refusal)
 
     def _completion(self, output: Any, stop: Sequence[str]) -> dict[str, Any]:
         ids, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
@@ -245,44 +245,115 @@ class VllmEngine:
                 f"vLLM gave {len(log_probs)} log-probabilities for {len(ids)} tokens, and the finish reason "
                 f"{output.finish_reason!r}."
             )
-        # As the transformers backend decodes: vLLM's own text leaves out a character that is not complete.
-        known = [i for i in ids if i < len(self.tokenizer)]
-        text = self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ends = [text.find(s) + len(s) for s in stop if s in text]
         return {
             "token_ids": ids,
             "log_probs": log_probs,
-            "text": text[: min(ends)] if ends else text,
+            "text": response_text(self.tokenizer, ids, stop),
             "finish_reason": output.finish_reason,
         }
 
 
-def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
+def not_served(temperature: float, top_p: float, made_for: float) -> str | None:
+    """Why vLLM does not sample so, with the log-probabilities that training needs; None where it does.
+
+    Args:
+        temperature: that is asked for.
+        top_p: that is asked for.
+        made_for: the top-p by which its log-probabilities were chosen when it was started.
+    """
+    if (top_p == 1) != (made_for == 1):
+        return f"The engine was made for top-p {made_for:g} and cannot serve {top_p:g}; make a new one."
+    if temperature != 0 and not 0.01 <= temperature <= 2:  # it would raise the one and refuse the other
+        return f"vLLM does not sample at temperature {temperature:g}; use 0, or from 0.01 to 2."
+    if top_p < 1 and temperature not in (0, 1):
+        return (
+            f"vLLM gives log-probabilities before the temperature or after top-p, so temperature {temperature:g} "
+            f"needs top-p 1, and top-p {top_p:g} needs temperature 1."
+        )
+    return None
+
+
+def response_text(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> str:
+    """A response decoded as the transformers backend does; vLLM's own text leaves out a character that is cut off."""
+    known = [i for i in ids if i < len(tokenizer)]
+    text = str(tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    return text[: min(ends)] if ends else text
+
+
+def places(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Address and size of every parameter."""
     return {name: (p.data_ptr(), p.numel()) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def check_own_memory(model: nn.Module, before: dict[str, tuple[int, int]]) -> None:
+    """See that vLLM computes with the memory that is read back: with its parameters, where they have always been.
+
+    Args:
+        model: as vLLM holds it.
+        before: its `places` when it had been made.
+
+    Raises:
+        RuntimeError: it does not; names a layer or parameter.
+    """
+    names = versions.packed_layers(model)
+    if names:
+        raise RuntimeError(f"vLLM computes {names[0]} and {len(names) - 1} others with packed copies of weights.")
+    now = places(model)
+    if empty := [name for name, (_, size) in now.items() if size == 0]:
+        raise RuntimeError(f"vLLM left {empty[0]} and {len(empty) - 1} other parameters empty.")
+    if moved := [name for name, place in now.items() if place != before.get(name)]:
+        raise RuntimeError(f"vLLM moved {moved[0]} and {len(moved) - 1} others; recorded graphs read the old place.")
+
+
 @torch.no_grad()
-def _load(model: Any, slots: Sequence[Slot], weights: dict[str, Tensor]) -> list[Held]:
-    """Load the tensors that fit, then read everything back."""
-    names = {versions.engine_name(model, slot.name) or slot.name: slot.name for slot in slots}
-    held = list(versions.parts(model))
-    form = {name: (part.shape, part.dtype) for name, _, part in held}
-    model.load_weights([(name, weights[name]) for own, name in names.items() if form.get(own) == _form(weights[name])])
+def load(
+    model: Any,
+    slots: Sequence[Slot],
+    weights: Mapping[str, Tensor],
+    reload: Callable[[list[tuple[str, Tensor]]], object] | None = None,
+) -> None:
+    """Load the tensors that fit, with `reload` where the engine rounds them."""
+    parts = {part.name: part for part in versions.parts(model)}
+    fitting = [name for own, name in _names(model, slots).items() if own in parts and _fits(parts[own], weights[name])]
+    (reload or model.load_weights)([(name, weights[name]) for name in fitting])
+
+
+@torch.no_grad()
+def held(model: nn.Module, slots: Sequence[Slot], sent: Mapping[str, Tensor] = MappingProxyType({})) -> list[Held]:
+    """Read back every tensor of the model, under the names of the slots where they have one.
+
+    A rounded tensor cannot have the checksum of what was sent. It is judged number by number against the tensor of the
+    channel, and has the checksum of what comes of that (see `as_sent`); the trainer's checksums are not known here. The
+    trainer took them from its own weights, so a fault of the channel shows as well.
+
+    Args:
+        model: as vLLM holds it.
+        slots: names, shapes and dtypes that were sent.
+        sent: the tensors themselves, by name; needed where the engine rounds.
+    """
+    names = _names(model, slots)
     # A tied head is the embedding under a second name; the trainer knows the first alone.
     first: dict[int, str] = {}
-    for name, _, part in held:
-        if name in names:
-            first.setdefault(part.data_ptr(), names[name])
+    parts = list(versions.parts(model))
+    for part in parts:
+        if part.name in names:
+            first.setdefault(part.values.data_ptr(), names[part.name])
     rows = []
-    for name, where, part in held:
-        known = names.get(name) or first.get(part.data_ptr()) or name
-        rows.append((known, where, part, checksum(part)))  # the host waits for the card once, below
-    return [
-        Held(name, tuple(part.shape), str(part.dtype).removeprefix("torch."), int(value), where)
-        for name, where, part, value in rows
-    ]
+    for part in parts:
+        name = names.get(part.name) or first.get(part.values.data_ptr()) or part.name
+        values = part.values
+        if part.scale is not None and name in sent and _fits(part, sent[name]):
+            values = as_sent(values, part.scale, sent[name])
+        form = tuple(values.shape), str(values.dtype).removeprefix("torch.")
+        rows.append((name, *form, checksum(values), part.held_as))  # the host waits for the card once, below
+    return [Held(name, shape, dtype, int(value), where) for name, shape, dtype, value, where in rows]
 
 
-def _form(weight: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return weight.shape, weight.dtype
+def _names(model: nn.Module, slots: Sequence[Slot]) -> dict[str, str]:
+    """The trainer's name of each tensor by the engine's."""
+    return {versions.engine_name(model, slot.name) or slot.name: slot.name for slot in slots}
+
+
+def _fits(part: versions.Part, weight: Tensor) -> bool:
+    return part.values.shape == weight.shape and (part.scale is not None or part.values.dtype == weight.dtype)

@@ -6,13 +6,22 @@ It was written from the sources of 0.24.0 and 0.32.0. `import vllm` takes second
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from a5lib.rollouts.fp8 import FP8
+
 KNOWN = ("0.24.", "0.32.")  # beginnings of the versions that this was written for
+# vLLM's name for linear weights of eight bits with a scale for each row: packed ones then round as if alone. Its "fp8"
+# has one scale for all, and 0.32 no longer makes that by itself.
+FP8_ROWS = "fp8_per_channel"
+# What a server is started with, so that it takes weights from a trainer: the class for --worker-extension-cls, and the
+# backend of its weight-transfer API.
+SERVER_WORKER, TRANSFER_BACKEND = "a5lib.rollouts.vllm_server_worker.ServerWorker", "a5lib"
 
 
 def known() -> str:
@@ -39,6 +48,21 @@ def prepare_environment(card: bool) -> None:
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer computes on the same cores
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def make_process_group(card: bool) -> None:
+    """Make torch's process group, of this process alone and without port or file, before vLLM would make one.
+
+    vLLM looks for a free TCP port and takes it later (0.24), when another program can have it, or writes a file to the
+    temporary folder, which a killed process leaves there (0.32).
+
+    Args:
+        card: whether the engine will run on a card.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens at a port that the system gives it
+    torch.distributed.init_process_group(
+        "nccl" if card else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
 
 
 def switch_off_packing() -> None:
@@ -78,33 +102,115 @@ def engine_name(model: nn.Module, name: str) -> str | None:
     return renamed[0] if renamed else None
 
 
-def parts(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Every weight as the engine holds it, packed ones taken apart.
+class Part(NamedTuple):
+    """A weight as the engine holds it: a view of that memory, and the scale of each row where it has eight bits.
 
-    Yields:
-        (name in the engine as if nothing were packed, where it is held, a view of that memory). A parameter that has
-        two names, as a tied head, comes twice.
+    `name` is the one in the engine as if nothing were packed, `held_as` says where it is held.
+    """
+
+    name: str
+    held_as: str
+    values: Tensor
+    scale: Tensor | None = None
+
+
+def parts(model: nn.Module) -> Iterator[Part]:
+    """Every weight as the engine holds it, packed ones taken apart. A parameter that has two names, as a tied head,
+    comes twice.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    parameter: Tensor
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         above, _, own = path.rpartition(".")
         module = model.get_submodule(path)
+        scale: Tensor | None = None
+        if leaf == "weight_scale":
+            continue  # comes with its weight
+        if parameter.dtype == FP8:  # lies as [columns, rows], and on a card filled up to multiples of 16
+            rows, columns = cast(int, module.output_size_per_partition), cast(int, module.input_size_per_partition)
+            parameter, scale = parameter.t()[:rows, :columns], cast(Tensor, module.weight_scale)[:rows]
         if own in packed and hasattr(module, "output_sizes"):
             sizes = list(cast(list[int], module.output_sizes))
             if sum(sizes) != len(parameter) or len(sizes) != len(packed[own]):
-                yield name, name, parameter  # in a form that is not known here; its shape will be objected to
+                yield Part(name, name, parameter)  # in a form that is not known here; its shape will be objected to
                 continue
-            rows = 0
-            for part, piece in zip(packed[own], parameter.split(sizes), strict=True):
-                yield f"{above}.{part}.{leaf}", f"{name}[{rows}:{rows + len(piece)}]", piece
-                rows += len(piece)
+            scales = [None] * len(sizes) if scale is None else scale.split(sizes)
+            first = 0
+            for part, piece, its_scale in zip(packed[own], parameter.split(sizes), scales, strict=True):
+                last = first + len(piece)
+                yield Part(f"{above}.{part}.{leaf}", f"{name}[{first}:{last}]", piece, its_scale)
+                first = last
         elif hasattr(module, "org_vocab_size"):
             vocabulary = cast(int, module.org_vocab_size)  # rows beyond it fill the last block up
             rows_used = "" if len(parameter) == vocabulary else f"[0:{vocabulary}]"
-            yield name, name + rows_used, parameter[:vocabulary]
+            yield Part(name, name + rows_used, parameter[:vocabulary])
         else:
-            yield name, name, parameter
+            yield Part(name, name, parameter, scale)
+
+
+def prepare_server(make_receiver: Callable[[nn.Module], Any]) -> None:
+    """Prepare vLLM's process for a model that takes weights: before the model is made.
+
+    vLLM's weight-transfer API gets one more backend, for which `/update_weights` calls the receiver's `receive` with
+    what the trainer sent. 0.24 makes a backend with three arguments and passes a loader to `receive_weights`; 0.32
+    makes it with four, and lets it start and finish.
+
+    Args:
+        make_receiver: called with the model once vLLM has made it.
+    """
+    from vllm.distributed.weight_transfer import base, factory
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        switch_off_packing()
+    else:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # as in `prepare_environment`
+
+    @dataclass
+    class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
+        channel: str
+        slots: list[list[Any]]
+        stamp: str
+
+    class TransferEngine(base.WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+        def __init__(self, config: Any, *rest: Any) -> None:
+            super().__init__(config, *rest)
+            self.receiver = make_receiver(self.model)
+
+        def init_transfer_engine(self, init_info: Any) -> None: ...
+
+        def start_weight_update(self) -> None: ...
+
+        def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
+            self.receiver.receive(update_info.channel, update_info.slots, update_info.stamp)
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            raise NotImplementedError("a5lib's trainer sends no weights through vLLM.")
+
+        @property
+        def stamp(self) -> str:
+            return str(self.receiver.stamp)
+
+    factory.WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, TransferEngine)
+
+
+def reload(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load into an engine that rounds its weights: module by module a load's tensors take the place of the engine's,
+    are filled and rounded, and copied into the engine's own, which stay where they are.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
 
 def unfinished(llm: Any) -> int:
