@@ -53,6 +53,7 @@ from a5lib.prompts import PromptTemplate, grader_name, load_prompt
 from a5lib.recorder import MemoryRecorder
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts.choice import check_backend, make_backend
+from a5lib.rollouts.fp8 import FP8
 from a5lib.rollouts.mismatch import MismatchWatch, mismatch, truncated_importance_weights
 from a5lib.rollouts.vllm_backend import LOG_FILE
 from a5lib.runlog import EVALUATIONS_FILE, RunLog, read_config, read_jsonl
@@ -137,7 +138,7 @@ def train(
         seed(config.seed)
     backend = make_backend(config, model, tokenizer, device, plan, run_dir)
     engine = make_engine(model, config, algo, plan, device, shared=backend.channel)
-    watch = MismatchWatch(dtype)
+    watch = MismatchWatch(FP8 if config.rollout_quantization == "fp8" else dtype)
     state = RunState()
     data = {"--train-file": fingerprint(train_problems), "--val-file": fingerprint(val_problems)}
     warnings: list[str] = []
