@@ -337,6 +337,20 @@ def test_a_run_needs_some_functions_and_names_the_first_that_is_not_written(cour
         require_for_training(load_algo(), TrainConfig(low_memory=True))
 
 
+def test_a_correction_of_the_mismatch_needs_gradients_that_take_the_weights(course):
+    for file in ("losses", "train_step"):
+        (course / "starter" / f"{file}.py").write_text(read_exercise("solutions", f"{file}.py"), encoding="utf-8")
+    require_for_training(load_algo(), TrainConfig(mismatch_correction="tis"))
+    path = course / "starter" / "train_step.py"
+    text = path.read_text(encoding="utf-8")
+    assert '"loss_weights" in part' in text
+    path.write_text(text.replace('"loss_weights" in part', '"no_weights" in part'), encoding="utf-8")
+    with pytest.raises(UserError, match=r'^--mismatch-correction tis needs .* entry of batch\["loss_weights"\] \(`a5'):
+        require_for_training(load_algo(), TrainConfig(mismatch_correction="tis"))
+    require_for_training(load_algo(), TrainConfig())
+    require_for_training(load_algo(), TrainConfig(mismatch_correction="tis", engine="layer_major"))
+
+
 def test_a_stub_is_told_from_a_fault_of_pytorch(course):
     stub = load_algo("starter").pad_and_mask
     with pytest.raises(NotImplementedError) as caught:

@@ -118,7 +118,9 @@ SCORING: dict[HeadName, tuple[str, ...]] = {
 
 
 def require_for_training(functions: Algo, flags: TrainConfig) -> None:
-    """Raise `UserError`, before any work, if a run would call a function that is not written."""
+    """Raise `UserError`, before any work, if a run would call a function that is not written, or one that leaves the
+    weights of --mismatch-correction out without a word.
+    """
     config = resolve(flags)
     needed = {*EXERCISES["advantages"], *EXERCISES["losses"], "pad_and_mask", "compute_rollout_rewards"}
     if config.engine != "layer_major" and not (config.device == "cpu" and config.vram_budget is not None):
@@ -127,6 +129,18 @@ def require_for_training(functions: Algo, flags: TrainConfig) -> None:
         if name in needed and functions.whose[name] == "unwritten":
             otherwise = ", or set A5_IMPL=auto to run the reference in its place" if has_reference() else ""
             raise UserError(f"{unwritten_words(name)}, then run this again{otherwise}.")
+    if config.mismatch_correction != "none" and "accumulate_gradients" in needed:
+        from a5lib.course.checking import Mistake
+        from a5lib.course.checks.train_step import losses_are_weighted_token_by_token
+
+        try:
+            losses_are_weighted_token_by_token(functions)
+        except Mistake as mistake:
+            raise UserError(
+                f"--mismatch-correction {config.mismatch_correction} needs the weights that accumulate_gradients in "
+                'starter/train_step.py leaves out; multiply each token\'s loss by its entry of batch["loss_weights"] '
+                "(`a5 course check accumulate_gradients` says more), or leave that flag out."
+            ) from mistake
 
 
 def unwritten_words(name: str) -> str:
