@@ -1,5 +1,5 @@
-"""Memory of a phase, measured: what torch's allocator holds, what is in use on the whole card, and the process's
-resident set.
+"""Memory of a phase, measured: what torch's allocator holds, what is in use on the whole card and by whom, and the
+process's resident set.
 
 While a phase runs a thread looks at the counters, about twenty times a second. It never waits for the card and never
 writes: what it saw is handed over when the phase ends. This file predicts nothing (`a5lib.memory` does) and does not
@@ -9,17 +9,22 @@ know what a phase is about.
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
+from a5lib.engines.plan import CONTEXT, GIB, MIB, gib
 from a5lib.records import MemoryPoint, MemorySample
 
 MOST_SAMPLES = 200  # of one phase; an even number
+WORTH_NAMING = 256 * MIB  # of another process; a program that draws on the screen takes less
+WORTH_SAYING = GIB  # in use by nobody that is shown; the driver itself takes less
 FIRST_STEPS, THEN_EVERY = 20, 10  # the steps whose samples are handed over: 1 to 20, then 30, 40, ...
 
 
@@ -134,9 +139,7 @@ def card_use(device: torch.device) -> Callable[[], int | None]:
     if device.type != "cuda":
         return lambda: None
     try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = _handle(nvml, torch.cuda.get_device_properties(device).uuid)
+        nvml, handle = _nvml(device)
     except Exception:  # no package, no driver, or another kind of card
         return lambda: None
 
@@ -149,12 +152,56 @@ def card_use(device: torch.device) -> Callable[[], int | None]:
     return ask
 
 
-def _handle(nvml: Any, uuid: Any) -> Any:
-    """NVML's handle of a card, or of the part of one that MIG makes."""
+def other_users(device: torch.device) -> str | None:
+    """One sentence about other processes that hold memory of the card, such as an engine that outlived its trainer.
+
+    NVML is asked. A container often hides the processes outside it; then only the bytes are known. None where nobody
+    else holds much, and wherever `card_use` would not know either.
+
+    >>> other_users(torch.device("cpu")) is None
+    True
+    """
+    if device.type != "cuda":
+        return None
     try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        nvml, handle = _nvml(device)
+        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        processes = [
+            *nvml.nvmlDeviceGetComputeRunningProcesses(handle), *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        ]  # fmt: skip
+    except Exception:
+        return None
+    held: dict[int, int | None] = {process.pid: process.usedGpuMemory for process in processes}  # None: not told
+    here = torch.cuda.memory_reserved(device) + CONTEXT if torch.cuda.is_initialized() else 0
+    ours = held.pop(os.getpid(), None) or here
+    names = []
+    for pid, size in held.items():
+        with suppress(psutil.Error):  # a number of the world outside the container
+            name = psutil.Process(pid).name()
+            if size is None or size >= WORTH_NAMING:
+                names.append(f"{name} (process {pid})" + ("" if size is None else f" {gib(size)}"))
+    if names:
+        return (
+            f"Other programs hold memory of this card, and the run has less: {', '.join(names)}; what an earlier run "
+            "has left behind is ended by kill and the number of the process."
+        )
+    if used - ours < WORTH_SAYING:
+        return None
+    return (
+        f"Programs that are not shown here hold {gib(used - ours)} of this card, and the run has less; nvidia-smi "
+        "outside this container lists them."
+    )
+
+
+def _nvml(device: torch.device) -> tuple[Any, Any]:
+    """NVML, and its handle of a card or of the part of one that MIG makes; raises where there is none."""
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(device).uuid
+    try:
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
 class _Look(NamedTuple):

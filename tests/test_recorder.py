@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from a5lib import recorder
-from a5lib.recorder import MOST_SAMPLES, MemoryRecorder, card_use
+from a5lib.recorder import MOST_SAMPLES, MemoryRecorder, card_use, other_users
 from a5lib.records import MemorySample
 
 CUDA = torch.device("cuda", 1)
@@ -71,6 +73,15 @@ class Nvml:
         if self.used[handle] < 0:
             raise NVMLError("not supported")
         return SimpleNamespace(used=self.used[handle], free=1, total=self.used[handle] + 1)
+
+    computing: tuple = ()  # (process id, bytes or None) each
+    drawing: tuple = ()
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.computing]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.drawing]
 
 
 @pytest.fixture
@@ -286,3 +297,63 @@ def test_nvml_that_fails_for_a_while_leaves_a_hole_and_no_more(allocator, nvml) 
 def test_a_cpu_run_asks_no_card(nvml) -> None:
     assert card_use(torch.device("cpu"))() is None
     assert nvml.starts == 0
+
+
+# --- other users of the card
+
+GIB, MIB = 2**30, 2**20
+NOBODY = 2**22 + 1  # above the largest process id of Linux
+
+
+@pytest.fixture
+def orphan():
+    """A process that an earlier run has left behind."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_V09_a_start_warns_of_the_processes_that_hold_the_card(allocator, nvml, orphan) -> None:
+    nvml.used["GPU-aaaa"] = 7 * GIB
+    nvml.computing = ((os.getpid(), 2 * GIB), (orphan, 6 * GIB), (NOBODY, GIB))
+    nvml.drawing = ((os.getppid(), 100 * MIB),)
+    assert other_users(CUDA) == (
+        f"Other programs hold memory of this card, and the run has less: sleep (process {orphan}) 6.0 GiB; what an "
+        "earlier run has left behind is ended by kill and the number of the process."
+    )
+    nvml.computing = ((orphan, None),)  # as under WSL2
+    assert f": sleep (process {orphan}); what" in other_users(CUDA)
+
+
+@pytest.mark.parametrize(("used", "said"), [(4 * GIB - 1, None), (4 * GIB, "hold 1.0 GiB of this card")])
+def test_V09_of_processes_that_a_container_hides_the_bytes_are_said(allocator, nvml, monkeypatch, used, said) -> None:
+    """torch has reserved so much that with CUDA itself 3 GiB are ours."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB - recorder.CONTEXT)
+    nvml.used["GPU-aaaa"] = used
+    nvml.computing = ((NOBODY, 9 * GIB),)
+    sentence = other_users(CUDA)
+    assert sentence is None if said is None else said in sentence and "outside this container" in sentence
+
+
+@pytest.mark.parametrize("fault", ["no package", "an unknown card", "no answer", "not told"])
+def test_without_an_answer_of_nvml_nobody_is_warned_of(allocator, nvml, monkeypatch, orphan, fault) -> None:
+    nvml.used["GPU-aaaa"] = 9 * GIB
+    nvml.computing = ((orphan, 6 * GIB),)
+    assert other_users(CUDA) is not None
+    if fault == "no package":
+        install(monkeypatch, None)
+    elif fault == "an unknown card":
+        nvml.used = {"GPU-cccc": 9 * GIB}
+    elif fault == "no answer":
+        nvml.used["GPU-aaaa"] = -1
+    else:
+        monkeypatch.delattr(Nvml, "nvmlDeviceGetGraphicsRunningProcesses")
+    assert other_users(CUDA) is None
+
+
+def test_alone_on_the_card_nothing_is_said(allocator, nvml) -> None:
+    nvml.used["GPU-aaaa"] = 3 * GIB
+    nvml.computing = ((os.getpid(), 2 * GIB + 1),)
+    assert other_users(CUDA) is None
