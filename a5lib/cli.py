@@ -677,7 +677,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = run(argv)
     except UserError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print(error, file=sys.stderr)
         code = 2
     except NotImplementedError as error:  # a stub in starter/ that was called; PyTorch raises this error too
         from a5lib.course.exercises import stub_called, unwritten_words

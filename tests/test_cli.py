@@ -23,6 +23,7 @@ import pytest
 import a5lib.bench
 import a5lib.bench_update
 import a5lib.bench_variants
+import a5lib.cli
 import a5lib.data
 import a5lib.doctor
 import a5lib.models
@@ -32,6 +33,7 @@ from a5lib.cli import COMMANDS, EvaluateFlags, TrainFlags, as_config, main, one_
 from a5lib.config import TrainConfig, flag
 from a5lib.course.exercises import has_reference, load_algo
 from a5lib.data import GSM8K_ROWS, download_gsm8k, load_gsm8k
+from a5lib.errors import UserError
 from a5lib.models import TOY_MODEL_DIR
 from a5lib.toy_problems import toy_problems
 from tests.conftest import NO_REFERENCE
@@ -86,6 +88,18 @@ def refused(command: str, *words: str | Path) -> str:
 
 
 # --- bad input
+
+
+def test_a_quoted_log_keeps_its_lines_and_the_sentence_has_one(here, monkeypatch) -> None:
+    def fail(argv):
+        raise UserError("The worker  ended.\nThe last lines of its log:", ["RuntimeError: no  kernel", "exit code 1"])
+
+    monkeypatch.setattr(a5lib.cli, "run", fail)
+    result = a5("train")
+    assert result.code == 2
+    assert result.err == (
+        "The worker ended. The last lines of its log:\n    RuntimeError: no  kernel\n    exit code 1\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ class WorkerProcess:
             lines = log.read().decode(errors="replace").splitlines()[-QUOTED_LINES:] or ["(it wrote nothing)"]
         return WorkerError(
             f"The vLLM worker {what}. Nothing of it is left running; look for the cause in its log, then start again "
-            f"(a run: with --resume). The last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
+            f"(a run: with --resume). The last lines of {self.log}:",
+            lines,
         )
 
     def stop(self, seconds: float) -> None:
