@@ -50,7 +50,7 @@ from a5lib.optimizers import warmup_lr
 from a5lib.preflight import pinning_warning, this_machine
 from a5lib.progress import progress_bar
 from a5lib.prompts import PromptTemplate, grader_name, load_prompt
-from a5lib.recorder import MemoryRecorder
+from a5lib.recorder import MemoryRecorder, other_users
 from a5lib.records import Completion, Problem, Rollout
 from a5lib.rollouts.choice import check_backend, make_backend
 from a5lib.rollouts.fp8 import FP8
@@ -121,6 +121,8 @@ def train(
     model_config = load_config(config.model, trust_remote_code=config.trust_remote_code)
     room = room_for_response(model_config, tokenizer, template, [*train_problems, *val_problems])
     check_context(room, config.max_tokens)
+    if (others := other_users(device)) is not None:
+        say(others)
     plan = plan_run(config, model_config, model_config.max_position_embeddings - room, device, dtype)
     warning = pinning_warning(plan, this_machine(device))
     if warning is not None:

@@ -20,6 +20,7 @@ from a5lib.config import TrainConfig
 from a5lib.course import load_algo
 from a5lib.engines.layer_major import LayerMajorEngine
 from a5lib.engines.resident import ResidentEngine
+from a5lib.errors import UserError
 from a5lib.records import METRICS
 from a5lib.rollouts import vllm_backend
 from a5lib.rollouts.vllm_backend import VllmColocated
@@ -217,3 +218,17 @@ def test_a_mismatch_that_jumps_is_said_and_weighed_by_hand(fake: Path, tmp_path:
     assert metrics[1]["mismatch_ess"] == pytest.approx(1.0, abs=1e-4), "weights that are all the same lose nothing"
     (sentence,) = [s for s in said if "nats a token" in s]
     assert sentence.startswith("Step 2: ")
+
+
+def test_V09_foreign_users_of_the_card_are_said_before_a_plan_is_refused(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise UserError("too little is free")
+
+    said: list[str] = []
+    monkeypatch.setattr(training, "other_users", lambda device: f"others hold {device}")
+    monkeypatch.setattr(training, "plan_run", refuse)
+    with pytest.raises(UserError, match="too little is free"):
+        run(tmp_path / "run", say=said.append)
+    assert said == ["others hold cpu"]
