@@ -273,6 +273,18 @@ def test_vllm_beside_the_layer_major_engine_by_hand():
     assert (made.host["what waits for vLLM"], made.host["weights for vLLM"]) == (lives * (4 + 12), lives * 2)
 
 
+def test_a_vllm_server_takes_host_memory_for_the_weights_and_nothing_of_this_card():
+    size = UpdateSize(sequences=4, longest=200, response=100, group=2, sent=True)
+    without = dataclasses.replace(size, sent=False)
+    options = {"bytes_per_weight": 2, "on_card": True, "budget": 12 * GIB}
+    assert by_hand(size=size, **options).card == by_hand(size=without, **options).card
+    lives = 400  # parameters, all on the card with that budget
+    for engine in ("layer_major", "resident"):
+        made = by_hand(size=size, engine=engine, **options)
+        assert made.host == by_hand(size=without, engine=engine, **options).host | {"weights for vLLM": lives * 2}
+    assert by_hand(size=size) == by_hand(size=without), "on the host they lie in the channel"
+
+
 def test_vllm_in_eight_bits_by_hand(monkeypatch):
     """Of 400 parameters 2 * 144 are in matrices of layers: 4 * (2 * 2 + 2 * 1) * 2 of attention, 3 * 4 * 8 besides."""
     size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=1, eight_bits=True)
