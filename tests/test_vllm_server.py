@@ -4,6 +4,7 @@ and the worker that vLLM loads, on a pretended vLLM of each version.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -19,11 +20,17 @@ import torch
 from torch import nn
 
 import a5lib
+from a5lib.config import TrainConfig
+from a5lib.course import load_algo
+from a5lib.models import load_policy, load_tokenizer
 from a5lib.rollouts import vllm_versions as versions
 from a5lib.rollouts.checksums import Held, checksums, differences
+from a5lib.rollouts.transformers_backend import TransformersRollouts
 from a5lib.rollouts.vllm_server import ServerError, VllmServer, serve_command
 from a5lib.rollouts.vllm_server_worker import Receiver, ServerWorker, map_channel
-from a5lib.rollouts.weight_channel import WeightChannel, lay_out
+from a5lib.rollouts.weight_channel import Slot, WeightChannel, channel_size, lay_out, views
+from a5lib.runlog import read_jsonl
+from a5lib.training import train
 from tests.fake_server import ByteTokenizer, FakeServer
 from tests.vllm_tools import weights
 
@@ -190,7 +197,7 @@ def test_raw_log_probs_are_wanted_where_top_p_is_below_1(server):
     backend.sync(weights().items(), 0)
     assert len(generate(backend, top_p=0.9)) == 4
     for options in ({"top_p": 1.0}, {"top_p": 0.9, "temperature": 0.6}, {"top_p": 0.9, "temperature": 2.5}):
-        with pytest.raises(RuntimeError, match="vLLM|made for top-p 0.9"):
+        with pytest.raises(RuntimeError, match=r"vLLM|made for top-p 0\.9"):
             generate(backend, **options)
     backend.close()
 
@@ -512,3 +519,60 @@ def test_both_versions_get_a_transfer_backend(version, on_cpu, monkeypatch):
     assert received == [("model", "/proc/1/fd/2", [["a", [1], "float32", 0]], "s")]
     assert engine.stamp == "of the load"
     engine.shutdown()
+
+
+# --- a whole run
+
+
+class ToyServer(FakeServer):
+    """The scripted server with the toy model behind it, so that a run can learn from what it generates."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.model, _ = load_policy("toy", device="cpu", dtype="float32")
+        self.turn = threading.Lock()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+
+    def load(self, channel, slots, stamp):
+        super().load(channel, slots, stamp)
+        laid_out = [Slot(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in slots]
+        with torch.no_grad():
+            for name, tensor in views(laid_out, map_channel(channel, channel_size(laid_out))).items():
+                self.model.get_parameter(name).copy_(tensor)
+
+    def complete(self, body):
+        with self.turn:
+            backend = TransformersRollouts(self.model, load_tokenizer("toy"))
+            backend.sync([], 0)
+            (made,) = backend.generate(
+                [body["prompt"]], n=1, max_tokens=body["max_tokens"], temperature=body["temperature"],
+                seed=body["seed"], stop=body["stop"],
+            )  # fmt: skip
+        return 200, choice(
+            token_ids=made.token_ids, logprobs={"token_logprobs": made.log_probs}, finish_reason=made.finish_reason
+        )
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("budget", [None, 0.015])
+def test_a_run_trains_with_a_server_whichever_engine_it_has(budget, tmp_path):
+    server = ToyServer(context=512)
+    config = TrainConfig(
+        num_steps=2, rollout_batch_size=8, group_size=4, max_tokens=16, train_examples=8, val_examples=2,
+        eval_samples=1, eval_every=0, save_every=0, save_final=False, device="cpu", vram_budget=budget,
+        output_dir=tmp_path / "run", generation_backend="vllm-server", vllm_url=server.url,
+    )  # fmt: skip
+    said = []
+    train(config, load_algo("solutions"), say=said.append)
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
+    assert all(line["mismatch_mean"] < 1e-4 for line in metrics), "generated with other weights than those that train"
+    order = [name for name in server.log if name != "/v1/completions"]
+    assert order == ["a5_facts", *6 * [*SYNC, "a5_facts"]], "two validations before, two steps, two validations after"
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert ("weights for vLLM" in plan["host"]) == (budget is None), "the layer-major engine's lie in the channel"
+    server.close()
+    with pytest.raises(ServerError, match=r"is not there\. Start it with: VLLM_SERVER_DEV_MODE=1 .*toy_model"):
+        train(dataclasses.replace(config, output_dir=tmp_path / "again"), load_algo("solutions"), say=said.append)
