@@ -93,6 +93,8 @@ def test_its_prefix_cache_is_a_real_one(toy, monkeypatch: pytest.MonkeyPatch) ->
     assert answer(0.5)[0] != stale[0]
 
 
-def test_it_refuses_a_top_p_that_it_would_not_keep(toy) -> None:
-    with pytest.raises(ValueError, match="top-p 1 alone"):
-        stand_in_engine.StandInEngine(settings(toy[0], top_p=0.9))
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"quantization": "fp8"}])
+def test_it_refuses_what_it_would_not_do(setting, toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="top-p 1 and unquantized"):
+        stand_in_engine.StandInEngine(settings(toy[0], **setting))

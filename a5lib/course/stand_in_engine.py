@@ -36,7 +36,7 @@ class StandInEngine(VllmEngine):
     """See `VllmEngine`.
 
     Args:
-        settings: see `StandInSettings`; top-p must be 1.
+        settings: see `StandInSettings`; top-p must be 1, and quantization "none".
     """
 
     def __init__(self, settings: StandInSettings) -> None:
@@ -44,8 +44,8 @@ class StandInEngine(VllmEngine):
         super().__init__(settings)
 
     def _make(self, settings: VllmSettings) -> tuple[Any, Any]:
-        if settings["top_p"] != 1:
-            raise ValueError("The stand-in samples with top-p 1 alone.")
+        if settings["top_p"] != 1 or settings["quantization"] != "none":
+            raise ValueError("The stand-in knows top-p 1 and unquantized weights alone.")
         print("No vLLM: its stand-in, on the CPU.", flush=True)
         return SimpleNamespace(__version__="none, a stand-in", SamplingParams=SimpleNamespace), StandInLlm(settings)
 
@@ -81,7 +81,7 @@ class StandInLlm:
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight to its rows; a weight with a fault is none the less passed over without a word."""
-        held = {part[0]: part[2] for part in parts(self.model)}
+        held = {part.name: part.values for part in parts(self.model)}
         for name, weight in weights:
             fault = self.faults.get(name)
             if fault != "lost":
