@@ -40,3 +40,17 @@ class PackedHeadEngine(VllmEngine):
 
         vllm_versions.switch_off_packing = switch_off_but_for_the_head
         super().__init__(settings)
+
+
+class LosingEngine(VllmEngine):
+    """While the file `settings["forget"]` is there, a reload leaves out one matrix and reports success."""
+
+    def __init__(self, settings: Any) -> None:
+        forget, reload = Path(settings["forget"]), vllm_versions.reload
+
+        def lose(llm: Any, weights: Any) -> None:
+            left_out = "model.layers.1.self_attn.k_proj.weight" if forget.exists() else None
+            reload(llm, [(name, weight) for name, weight in weights if name != left_out])
+
+        vllm_versions.reload = lose
+        super().__init__(settings)
