@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from a5lib.config import TOY, EngineName, OptimizerState, TrainConfig, nearest, resolve
+from a5lib.config import TOY, BackendName, EngineName, OptimizerState, TrainConfig, nearest, resolve
 from a5lib.errors import UserError
 from a5lib.progress import progress_bar
 
@@ -415,6 +415,7 @@ def plan_command(
     algorithm: str = "grpo",
     optimizer_state: OptimizerState = "fp32",
     engine: EngineName | None = None,
+    generation_backend: BackendName = "transformers",
     generation_batch_size: int | None = None,
     cards: bool = False,
 ) -> int:
@@ -431,7 +432,9 @@ def plan_command(
         algorithm: Preset, as of `a5 train`; off-policy ones score a rollout batch first.
         optimizer_state: Precision of AdamW's state.
         engine: What holds weights, gradients and optimizer state (default: resident if it fits).
-        generation_batch_size: Responses decoded side by side, 0 for none on this card (toy 256, otherwise 32).
+        generation_backend: What generates: transformers or vllm-colocated on this card, vllm-server on another.
+        generation_batch_size: Responses decoded side by side, 0 for none on this card (toy 256, otherwise 32, with vLLM
+            256).
         cards: Print what fits on each common size of card instead.
     """
     from a5lib.plan_command import make_request, print_cards, print_plan
@@ -440,7 +443,8 @@ def plan_command(
         raise UserError("--cards prints every common size of card; leave --vram out, or leave --cards out.")
     request = make_request(
         model=model, algorithm=algorithm, sequences=sequences, prompt_tokens=prompt_tokens, max_tokens=max_tokens,
-        generation_batch_size=generation_batch_size, optimizer_state=optimizer_state, engine=engine,
+        generation_backend=generation_backend, generation_batch_size=generation_batch_size,
+        optimizer_state=optimizer_state, engine=engine,
     )  # fmt: skip
     if cards:
         print_cards(request, console)

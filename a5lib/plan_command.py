@@ -25,6 +25,8 @@ from a5lib.config import (
     OFF_POLICY_TRAIN_BATCH_SIZE,
     TOY,
     TOY_DEFAULTS,
+    VLLM_BATCH_SIZE,
+    BackendName,
     EngineName,
     OptimizerState,
     TrainConfig,
@@ -131,6 +133,7 @@ def make_request(
     sequences: int | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     max_tokens: int | None = None,
+    generation_backend: BackendName = "transformers",
     generation_batch_size: int | None = None,
     optimizer_state: OptimizerState = "fp32",
     engine: EngineName | None = None,
@@ -152,14 +155,21 @@ def make_request(
     rows = sequences or (OFF_POLICY_TRAIN_BATCH_SIZE if preset.off_policy else rollouts)
     response = max_tokens or defaults["max_tokens"]
     rollouts = max(rollouts, rows) if preset.off_policy else rows
-    decoded = defaults["generation_batch_size"] if generation_batch_size is None else generation_batch_size
+    alone = generation_backend == "transformers"
+    decoded = generation_batch_size
+    if decoded is None:
+        decoded = defaults["generation_batch_size"] if alone else VLLM_BATCH_SIZE
+    scores = not alone or preset.importance_reweighting_method != "none"  # with vLLM the mismatch is measured
+    decoded = min(decoded, rollouts)
     name, shape = find_shape(model)
     size = UpdateSize(
         sequences=rows,
         longest=prompt_tokens + response - 1,  # the last token is a label only
         response=response,
-        scored=0 if preset.importance_reweighting_method == "none" else rollouts,
-        decoded=min(decoded, rollouts),
+        scored=rollouts if scores else 0,
+        decoded=decoded if alone else 0,
+        served=decoded if generation_backend == "vllm-colocated" else 0,
+        sent=generation_backend == "vllm-server",
         group=min(TrainConfig.group_size, rows),
     )
     options = {"optimizer_state": optimizer_state, "engine": engine, "microbatch": math.gcd(rows, MICROBATCH_SIZE),
@@ -185,8 +195,8 @@ def print_plan(request: Request, vram: str | None, console: Console) -> None:
     size = request.size
     console.print(
         f"{request.model}, {request.shape.parameters():,} parameters, on {target.words}: {size.sequences} sequences of "
-        f"at most {size.longest:,} tokens in an update, {size.decoded or 'no'} responses decoded side by side, AdamW's "
-        f"state {options['optimizer_state']}.",
+        f"at most {size.longest:,} tokens in an update, {size.decoded or size.served or 'no'} responses decoded side by "
+        f"side{' by vLLM' * bool(size.served)}, AdamW's state {options['optimizer_state']}.",
         highlight=False,
     )
     if not target.compiled:
@@ -299,10 +309,11 @@ def card_rows(request: Request, sizes: Sequence[int] = COMMON_SIZES) -> list[Car
     the request says, and that by halves. Taught in notebook 09.
     """
     rows = []
+    by = "served" if request.size.served else "decoded"
     for gigabytes in sizes:
-        decoded = request.size.decoded
+        decoded = getattr(request.size, by)
         while True:
-            one = dataclasses.replace(request, size=dataclasses.replace(request.size, decoded=decoded))
+            one = dataclasses.replace(request, size=dataclasses.replace(request.size, **{by: decoded}))
             try:
                 rows.append(CardRow(gigabytes, decoded, one.plan(budget=int(SHARE * gigabytes * GIB))))
                 break

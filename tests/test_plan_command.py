@@ -222,6 +222,30 @@ def test_sizes_that_are_given_are_taken():
     assert make_request(sequences=4).size == UpdateSize(4, 671, 512, decoded=4, group=4)
 
 
+def test_vllm_is_planned_as_in_a_training_run(monkeypatch):
+    """Its rows are those of a rollout batch, which is scored, so that the mismatch can be measured."""
+    from a5lib.config import resolve
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (16 * GIB, 16 * GIB))
+    monkeypatch.setattr(machine, "host_memory", lambda: (64 * GIB, 64 * GIB))
+    monkeypatch.setattr("a5lib.engines.choice.compiles", lambda device, dtype: True)
+    config = resolve(TrainConfig(model="x", generation_backend="vllm-colocated", vram_budget=15))
+    run = plan_run(config, published_config("olmo2-1b"), 160, torch.device("cuda", 0), torch.bfloat16)
+    request = make_request(generation_backend="vllm-colocated")
+    assert request.size == UpdateSize(256, 671, 512, scored=256, served=256, group=8)
+    assert request.plan(budget=15 * GIB) == run
+    text = printed(print_plan, request, "15")
+    assert "256 responses decoded side by side by vLLM" in text and "vLLM's keys and values" in text
+    assert make_request(generation_backend="vllm-colocated", sequences=16).size.served == 16
+    sent = make_request(generation_backend="vllm-server").size
+    assert sent == UpdateSize(256, 671, 512, scored=256, group=8, sent=True)
+
+
+def test_a_small_card_lets_vllm_decode_fewer_rows():
+    rows = card_rows(make_request(generation_backend="vllm-colocated"), (6, 16))
+    assert rows[0].decoded < 256 == rows[1].decoded
+
+
 # --- cards
 
 
