@@ -193,10 +193,11 @@ def print_plan(request: Request, vram: str | None, console: Console) -> None:
         more = advice(request.shape, request.size, Facts(), *flags, options)
         raise UserError(f"{error.shortage}; {more}.") from None
     size = request.size
+    by = " by vLLM" if size.served else ""
     console.print(
         f"{request.model}, {request.shape.parameters():,} parameters, on {target.words}: {size.sequences} sequences of "
-        f"at most {size.longest:,} tokens in an update, {size.decoded or size.served or 'no'} responses decoded side by "
-        f"side{' by vLLM' * bool(size.served)}, AdamW's state {options['optimizer_state']}.",
+        f"at most {size.longest:,} tokens in an update, {size.decoded or size.served or 'no'} responses decoded side "
+        f"by side{by}, AdamW's state {options['optimizer_state']}.",
         highlight=False,
     )
     if not target.compiled:
