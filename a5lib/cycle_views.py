@@ -196,7 +196,7 @@ def _title(group: Group) -> str:
 
 def _times(group: Group) -> Sheet:
     lines = {
-        words: [_spread(run.phase(name)) for run in group.values()]
+        words: [f"{statistics.median(seconds):.3f}" if (seconds := run.phase(name)) else "-" for run in group.values()]
         for name, words in PHASES.items()
         if any(run.phase(name) for run in group.values())
     }
@@ -235,9 +235,11 @@ def _notes(group: Group) -> list[str]:
     if {"transformers", "vllm-colocated"} <= group.keys():
         ratio = group["transformers"].median("cycle_seconds") / group["vllm-colocated"].median("cycle_seconds")
         with_transformers, with_vllm = PUBLISHED_SECONDS
+        on_cpu = group["transformers"].start["setting"]["device"] == "cpu"
         notes.append(
             f"A cycle with transformers takes {ratio:.2f} times as long as one with colocated vLLM; published: "
             f"{PUBLISHED_RATIO} times ({with_transformers} s and {with_vllm} s, RTX 5070 Ti)."
+            + (" On a CPU this says nothing about a card." if on_cpu else "")
         )
     for name, run in group.items():
         start, counted = run.start, len(run.steady)
@@ -246,8 +248,8 @@ def _notes(group: Group) -> list[str]:
             versions["vLLM"] = f"{facts['vllm']} on torch {facts['torch']}"
         link = start["link_gb_per_s"]
         notes.append(
-            f"{name}: medians (smallest-largest) of {counted} cycle{'s' * (counted != 1)} after the first; started in "
-            f"{start['seconds']:.0f} s; {start['side_by_side']} responses side by side; "
+            f"{name}: medians (sums: smallest-largest) of {counted} cycle{'s' * (counted != 1)} after the first; "
+            f"started in {start['seconds']:.0f} s; {start['side_by_side']} responses side by side; "
             + (f"log-probabilities differ by {run.median('mismatch_mean'):.2g} nats in the mean; "
                if "mismatch_mean" in run.steady[0] else "")
             + (f"link {link['to_card']:g} GB/s; " if link else "")
@@ -268,6 +270,4 @@ def _most(run: Run, name: str) -> int | None:
 
 
 def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"

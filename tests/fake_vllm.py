@@ -75,7 +75,9 @@ class FakeEngine:
             self.weights[own] = torch.cat([t for _, t in members]) if len(members) > 1 else members[0][1].clone()
         if fault == "changed value":
             self.weights["model.layers.1.mlp.gate_up_proj.weight"].view(torch.int32)[-1, 3] ^= 1  # one bit
+        began = time.perf_counter()
         held = self.held(sent, places)
+        self.verify_seconds = time.perf_counter() - began
         if fault == "missing tensor":
             held = [row for row in held if row.name != "model.layers.0.self_attn.k_proj.weight"]
         if fault == "unexpected tensor":

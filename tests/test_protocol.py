@@ -77,6 +77,8 @@ def test_the_other_sides_end_is_none_even_with_unread_bytes(pair):
 class Engine:
     """Notes what it is asked for."""
 
+    verify_seconds = 0.25
+
     def __init__(self, asked):
         self.asked = asked
 
@@ -159,7 +161,9 @@ def test_generation_needs_the_weights_of_the_step_that_the_trainer_means(ask):
     assert ask("generate", step=0, **options) == {
         "refused": "The worker holds the weights of step None and is to generate with those of 0."
     }
-    assert ask("load", step=3, checksums={"a": 5}) == {"result": [["a", [2], "float32", 5, "a"]]}
+    assert ask("load", step=3, checksums={"a": 5}) == {
+        "result": {"held": [["a", [2], "float32", 5, "a"]], "verify_seconds": 0.25}
+    }
     assert "step 3 and is to generate with those of 4" in ask("generate", step=4, **options)["refused"]
     assert ask("generate", step=3, **options) == {"progress": 2}
     assert ask.answer() == {"result": []}

@@ -61,7 +61,9 @@ class VllmColocated:
 
     Attributes:
         events: every request to the worker that was answered, in order, since this object was made.
+        verify_seconds: of the last "load": what the engine took to read its weights back, with their checksums.
         facts: what the engine says of itself, since it was started.
+        memory: what the worker said of card and host when it last fell asleep.
         channel: the `WeightChannel`; an engine that keeps its weights in `channel.tensors` saves the copy.
 
     Raises:
@@ -89,7 +91,9 @@ class VllmColocated:
         self.seconds = {**SECONDS, **(seconds or {})}
         self.engine = engine
         self.events: list[Event] = []
+        self.verify_seconds = 0.0
         self.facts: dict[str, Any] = {}
+        self.memory: dict[str, int | None] = {}
         self.synced_step: int | None = None
         self._worker: WorkerProcess | None = None
         self._awake = False
@@ -121,8 +125,9 @@ class VllmColocated:
                 torch.cuda.empty_cache()  # what torch keeps for later is lost to the engine
             self._awake = True
             self._ask("wake", tag="weights")
-            rows = self._ask("load", step=step, checksums=sent)
+            answer = self._ask("load", step=step, checksums=sent)
             with self._reading("load"):
+                rows, self.verify_seconds = answer["held"], float(answer["verify_seconds"])
                 held = [Held(name, tuple(shape), dtype, int(n), where) for name, shape, dtype, n, where in rows]
             if faults := differences(self.channel.slots, sent, held):
                 more = f", and {len(faults) - 3} more faults" if len(faults) > 3 else ""
@@ -232,7 +237,8 @@ class VllmColocated:
             return
         self._ask("sleep", level=2)
         self._awake, self.synced_step = False, None
-        before, now = self.facts.get("card_free"), self._ask("memory").get("card_free")
+        self.memory = self._ask("memory")
+        before, now = self.facts.get("card_free"), self.memory.get("card_free")
         if before is not None and now is not None and before - now > KEPT_ASLEEP:
             raise self._failure(
                 f"sleeps, but {(before - now) / GIB:.2f} GiB less of the card are free than before it started "

@@ -25,7 +25,12 @@ class WorkerEngine(Protocol):
 
     What goes in and comes out is plain JSON, tensors excepted. A method raises `Refusal` where it cannot be done now
     and nothing has changed; after any other exception the worker is ended.
+
+    Attributes:
+        verify_seconds: what the reading back of the last `load` took, checksums included.
     """
+
+    verify_seconds: float
 
     def facts(self) -> dict[str, Any]:
         """`max_model_len` in tokens, `vllm`, `torch`, `device`, and `card_free`: bytes of the card that were free
@@ -168,11 +173,11 @@ class Requests:
         self.engine = self.make_engine(settings)
         return {**self.engine.facts(), "pid": os.getpid()}
 
-    def load(self, step: int, checksums: dict[str, int]) -> list[Held]:
+    def load(self, step: int, checksums: dict[str, int]) -> dict[str, Any]:
         self.step = None
         held = [Held(*row) for row in self.engine.load(self.slots, self.buffer, checksums)]
         self.step = step
-        return held
+        return {"held": held, "verify_seconds": self.engine.verify_seconds}
 
     def generate(self, step: int, **arguments: Any) -> list[dict[str, Any]]:
         if self.step != step:
