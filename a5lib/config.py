@@ -324,7 +324,7 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     if resolved.rollout_quantization != "none" and resolved.generation_backend != "vllm-colocated":
         raise UserError(
             f"--rollout-quantization {resolved.rollout_quantization} needs --generation-backend vllm-colocated, and it "
-            f"is {resolved.generation_backend}; leave one of them out."
+            f"is {resolved.generation_backend}; set it so, or leave the quantization out."
         )
     return resolved
 

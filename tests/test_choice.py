@@ -94,7 +94,7 @@ def test_eight_bits_leave_vllm_more_room_for_keys_and_values():
         (
             {},
             None,
-            r"^--rollout-quantization fp8 needs bfloat16 weights, and these are float32; add --dtype bfloat16\.$",
+            r"^--rollout-quantization fp8 needs bfloat16 weights, and these are float32; use --dtype bfloat16\.$",
         ),
         (
             {"device": "cuda"},
