@@ -65,7 +65,7 @@ def _check_fp8(config: ResolvedConfig) -> None:
     device = policy_device(config.model, config.device)
     dtype, name = select_dtype(config.dtype, device), f"--rollout-quantization {config.rollout_quantization}"
     if dtype != torch.bfloat16:
-        raise UserError(f"{name} needs bfloat16 weights, and these are {str(dtype)[6:]}; add --dtype bfloat16.")
+        raise UserError(f"{name} needs bfloat16 weights, and these are {str(dtype)[6:]}; use --dtype bfloat16.")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise UserError(
             f"{name} needs a card that multiplies eight-bit numbers (compute capability 8.9 or more, such as an RTX "
