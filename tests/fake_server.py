@@ -41,7 +41,7 @@ class FakeServer:
     """It answers at `url` until `close`.
 
     Attributes:
-        facts: what `a5_facts` gives, beside the stamp.
+        facts: what `a5_facts` gives, beside what changes.
         log: every path that was asked for, with the method of an RPC.
         requests: the bodies of the completions that were asked for.
         faults: path or method -> what happens at its next call: "hang", "break", an HTTP status with its body, or the
@@ -113,7 +113,7 @@ class FakeServer:
         self.stamp = stamp
 
     def a5_facts(self):
-        return {**self.facts, "stamp": self.stamp}
+        return {**self.facts, "update_is_open": self.updating, "stamp": self.stamp}
 
     def a5_held(self, slots):
         assert json.loads(slots)

@@ -72,6 +72,13 @@ def test_the_order_of_a_sync_and_what_the_server_does_meanwhile(server, backend)
     assert (backend.takes_card, backend.channel.slots[0].name) == (False, "model.embed_tokens.weight")
 
 
+def test_an_update_that_another_trainer_left_open_is_finished_first(server, backend):
+    server.updating = server.paused = True
+    backend.sync(weights().items(), 0)
+    assert server.log == [*SYNC[:2], "/finish_weight_update", *SYNC[2:]]
+    assert len(generate(backend)) == 4
+
+
 def test_V06_each_completion_is_a_request_with_a_seed_of_its_own(server, backend):
     backend.sync(weights().items(), 0)
     generate(backend, n=4, temperature=0.6, stop=["</answer>"])
@@ -235,7 +242,6 @@ def test_a_fault_in_any_phase_of_a_sync(server, backend, path):
     route = path if path.startswith("/") else "/collective_rpc"
     what = sentence(backend, lambda: backend.sync(weights().items(), 1))
     assert what == f"answered {route} with HTTP 500: EngineCore encountered an issue."
-    server.updating = False  # as vLLM's own after a fault
     backend.sync(weights().items(), 1)
     assert generate(backend) == before
 
@@ -428,6 +434,7 @@ def test_the_worker_reads_the_channel_and_says_what_the_engine_holds(channel, mo
     assert worker.a5_facts() == {
         "a5lib": a5lib.__version__, "vllm": "0.32.0", "model": "a", "dtype": "bfloat16", "max_model_len": 512,
         "logprobs_mode": "processed_logprobs", "cards": 1, "backend": "a5lib", "stamp": "stamp",
+        "update_is_open": False,
     }  # fmt: skip
     file = str(os.fstat(channel.descriptor).st_ino)
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.split()[4] == file]

@@ -35,6 +35,7 @@ from a5lib.rollouts.vllm_engine import not_served, response_text
 from a5lib.rollouts.vllm_versions import SERVER_WORKER, TRANSFER_BACKEND
 from a5lib.rollouts.weight_channel import WeightChannel, lay_out
 
+FACTS = ("model", "max_model_len", "update_is_open", "stamp")  # besides those that the server is started with
 # The longest time in seconds without an answer: to a question, while weights are loaded, and to one completion.
 SECONDS = {"ask": 60.0, "load": 300.0, "generate": 900.0}
 
@@ -44,7 +45,7 @@ class ServerError(UserError):
 
 
 class VllmServer:
-    """The `RolloutBackend` of a running vLLM server. Taught in notebook 10.
+    """The `RolloutBackend` of a running vLLM server. Notebook 10 teaches the same cycle on one card.
 
     Args:
         weights: the policy's parameters by name: names, shapes and dtypes count here, not values.
@@ -135,6 +136,8 @@ class VllmServer:
         stamp = secrets.token_hex(8)
         path = f"/proc/{os.getpid()}/fd/{self.channel.descriptor}"
         self._post("/pause?mode=abort")
+        if self.facts["update_is_open"]:
+            self._post("/finish_weight_update", {})
         # 0.24 would otherwise take the model apart and together again; 0.32 leaves that to the backend
         self._post("/start_weight_update", {"is_checkpoint_format": False})
         self._post(
@@ -217,7 +220,7 @@ class VllmServer:
     def _facts(self) -> dict[str, Any]:
         """What `ServerWorker.a5_facts` gives."""
         facts = self._ask("a5_facts")
-        if not isinstance(facts, dict) or not {*self.wanted, "model", "max_model_len", "stamp"} <= facts.keys():
+        if not isinstance(facts, dict) or not {*self.wanted, *FACTS} <= facts.keys():
             raise self._failure("runs another version of a5lib's worker")
         return facts
 
@@ -341,8 +344,8 @@ def serve_command(
         card: the trainer's; the server gets another one (None: no word of cards).
         trust_remote_code: run the model folder's own Python code.
 
-    >>> serve_command("http://127.0.0.1:8000", model="toy", dtype="float32", max_model_len=256)  # doctest: +ELLIPSIS
-    "VLLM_SERVER_DEV_MODE=1 PYTHONPATH=... vllm serve toy --host 127.0.0.1 --port 8000 --dtype float32 ..."
+    >>> serve_command("http://127.0.0.1:8000", model="toy", dtype="float32", max_model_len=256).split()[2:9]
+    ['vllm', 'serve', 'toy', '--host', '127.0.0.1', '--port', '8000']
     """
     address = urlsplit(url)
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

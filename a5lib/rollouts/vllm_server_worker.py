@@ -77,6 +77,7 @@ class ServerWorker:
             "logprobs_mode": str(model.logprobs_mode),
             "cards": self.vllm_config.parallel_config.world_size_across_dp,
             "backend": None if transfer is None else transfer.backend,
+            "update_is_open": versions.update_is_open(self),
             "stamp": getattr(self.weight_transfer_engine, "stamp", ""),
         }
 

@@ -213,6 +213,11 @@ def reload(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
 
+def update_is_open(worker: Any) -> bool:
+    """Whether the weight-transfer API was started and not finished, as by a trainer that ended in between."""
+    return bool(getattr(worker, "_weight_update_active", False))
+
+
 def unfinished(llm: Any) -> int:
     """Completions that the engine still has to finish."""
     return int(llm.llm_engine.get_num_unfinished_requests())

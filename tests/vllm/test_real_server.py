@@ -128,6 +128,14 @@ def test_log_probs_are_those_of_float32_and_seeds_repeat_tokens(pair: Pair, prom
     assert max(len({tuple(c.token_ids) for c in first[i : i + 4]}) for i in range(0, 32, 4)) > 1
 
 
+def test_an_update_that_was_left_open_is_finished(pair: Pair, prompts: list[list[int]]) -> None:
+    """As by a trainer that was killed; vLLM refuses to begin another one meanwhile."""
+    pair.vllm._post("/pause?mode=abort")  # type: ignore[attr-defined]
+    pair.vllm._post("/start_weight_update", {"is_checkpoint_format": False})  # type: ignore[attr-defined]
+    pair.sync()
+    same_greedy(*pair.greedy(prompts, 5))
+
+
 def test_what_another_trainer_sends_is_noticed(pair: Pair, prompts: list[list[int]]) -> None:
     pair.sync()
     other = VllmServer(
@@ -169,4 +177,7 @@ def test_a_server_that_is_killed_at_work_is_one_sentence(pair: Pair, prompts: li
     with pytest.raises(ServerError, match="is not there"):
         pair.vllm.sync(pair.model.named_parameters(), 9)
     assert threading.active_count() == threads
+    deadline = time.monotonic() + 10
+    while group_members(server.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not group_members(server.pid)
