@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from a5lib.engines.plan import VLLM_ASLEEP
+from a5lib.engines.plan import VLLM_ASLEEP, gib
+from a5lib.errors import UserError
 from a5lib.records import Completion
 from a5lib.rollouts import check_lengths, completion_seed
 from a5lib.rollouts.checksums import Held, differences
@@ -55,7 +56,7 @@ class VllmColocated:
         settings: what the engine is made with, as JSON (see `VllmEngine`).
         run_dir: folder of `vllm-worker.log`, the worker's own log.
         python: the Python that has vLLM (None: this one).
-        device: where the checksums of what is sent are computed (None: where each weight lies).
+        device: the card that both use; checksums of what is sent are computed there (None: where each weight lies).
         seconds: longest silence at a request, in place of those in `SECONDS`.
         engine: the class that the worker makes; tests name another one.
 
@@ -104,6 +105,7 @@ class VllmColocated:
         """Start the worker and put it to sleep; some 60 s with a card, where vLLM compiles. Harmless when repeated.
 
         Raises:
+            UserError: too little of the card is free.
             WorkerError: it does not start; says why.
             RuntimeError: another call is still at work.
         """
@@ -121,8 +123,7 @@ class VllmColocated:
             self._start()
             self._sleep()
             sent = self.channel.write(weights, self.device)
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what torch keeps for later is lost to the engine
+            _empty_cache()
             self._awake = True
             self._ask("wake", tag="weights")
             answer = self._ask("load", step=step, checksums=sent)
@@ -220,8 +221,11 @@ class VllmColocated:
         if self._worker is not None and self._worker.alive:
             return
         self._awake, self.synced_step = False, None
+        if self.device is not None:
+            self._check_room(self.device)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._worker = WorkerProcess(self.python, self.engine, self.channel.descriptor, self.log)
+        card = None if self.device is None else self.device.index
+        self._worker = WorkerProcess(self.python, self.engine, self.channel.descriptor, self.log, card)
         try:
             facts = self._ask("hello", version=VERSION, settings=self.settings, slots=self.channel.slots)
         except RuntimeError as refusal:
@@ -230,6 +234,17 @@ class VllmColocated:
             self.facts = {**facts, "max_model_len": int(facts["max_model_len"])}
         self._awake = True
         self._sleep()
+
+    def _check_room(self, card: torch.device) -> None:
+        """vLLM compares what it may take with what is free as well, but only after half a minute."""
+        _empty_cache()
+        free, total = torch.cuda.mem_get_info(card)
+        needed = int(self.settings["memory_share"] * total) + VLLM_ASLEEP
+        if free < needed:
+            raise UserError(
+                f"vLLM needs {gib(needed)} of the card, but {gib(free, there=True)} are free; close what else uses the "
+                "card (nvidia-smi lists it), or give the run less with --vram-budget."
+            )
 
     def _sleep(self) -> None:
         """Off the card, and make sure of it."""
@@ -269,6 +284,12 @@ class VllmColocated:
         assert self._worker is not None
         self.synced_step = None
         return self._worker.failure(what)
+
+
+def _empty_cache() -> None:
+    """What torch keeps for later is lost to the engine."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _completion(prompt_index: int, row: dict[str, Any]) -> Completion:
