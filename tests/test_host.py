@@ -110,12 +110,24 @@ def test_weights_that_another_process_reads_lie_where_it_reads_them(tied: bool) 
         engine.accumulate(batch)
         engine.step(1e-3)
     assert same_bits(everything(plain), everything(shared))
+    lives = [name for name, _ in model.named_parameters() if ".layers.1." in name]
+
+    def away() -> list[str]:
+        return [name for name, w in shared.weights() if w.data_ptr() != channel.tensors[name].data_ptr()]
+
+    assert away() == lives
     shared.release()
-    away = [name for name, w in shared.weights() if w.data_ptr() != channel.tensors[name].data_ptr()]
-    assert away == [name for name, _ in model.named_parameters() if ".layers.1." in name], "the unit that is resident"
-    assert all(torch.equal(channel.tensors[name], w) for name, w in shared.weights() if name not in away)
-    channel.write(shared.weights())
+    assert not away(), "what lives on the card waits there"
     assert all(torch.equal(channel.tensors[name], w) for name, w in plain.weights())
+    waiting = {key: place.data_ptr() for key, place in shared.waiting.items()}
+    for engine in (plain, shared):
+        engine.accumulate(batch)
+        engine.step(1e-3)
+    assert away() == lives
+    shared.release()
+    assert {key: place.data_ptr() for key, place in shared.waiting.items()} == waiting, "the same memory every time"
+    assert all(torch.equal(channel.tensors[name], w) for name, w in plain.weights())
+    assert same_bits(everything(plain), everything(shared))
 
 
 def test_the_memory_that_another_process_reads_is_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def test_a_refusal_says_what_is_needed_what_is_there_and_what_to_do(options, wor
 def test_vllm_beside_the_layer_major_engine_by_hand():
     """Three rows of 200 tokens and one more; two blocks of 128 tokens a row, 16 bytes of keys and values a token."""
     kv = 2 * 2 * 1 * 2 * 2
-    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=3)
+    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=3, scored=8)
     made = by_hand(size=size, bytes_per_weight=2, on_card=True, budget=12 * GIB)
     work = plan.VLLM_TOKENS * 2 * (3 * 8 + 4 * 4) + 3 * 10 * 3 * 4
     assert made.card["generate"] == {
@@ -270,7 +270,9 @@ def test_vllm_beside_the_layer_major_engine_by_hand():
     assert all(made.card[phase]["vLLM, also asleep"] == 1536 * MIB for phase in PHASES)
     assert made.resident, "of a budget as large as this"
     lives = sum(158 for name in made.resident if name.startswith("layer")) + 84 * ("head" in made.resident)
-    assert (made.host["what waits for vLLM"], made.host["weights for vLLM"]) == (lives * (4 + 12), lives * 2)
+    assert (made.host["what waits for vLLM"], made.host["weights for vLLM"]) == (lives * (2 + 12), lives * 2)
+    once = by_hand(size=dataclasses.replace(size, scored=4), bytes_per_weight=2, on_card=True, budget=12 * GIB)
+    assert not once.resident, "for one update a hand-over sends as much as is saved"
 
 
 def test_a_vllm_server_takes_host_memory_for_the_weights_and_nothing_of_this_card():
@@ -287,7 +289,7 @@ def test_a_vllm_server_takes_host_memory_for_the_weights_and_nothing_of_this_car
 
 def test_vllm_in_eight_bits_by_hand(monkeypatch):
     """Of 400 parameters 2 * 144 are in matrices of layers: 4 * (2 * 2 + 2 * 1) * 2 of attention, 3 * 4 * 8 besides."""
-    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=1, eight_bits=True)
+    size = UpdateSize(sequences=4, longest=200, response=100, group=2, served=1, scored=8, eight_bits=True)
     options = {"bytes_per_weight": 2, "on_card": True, "budget": 12 * GIB}
     made = by_hand(size=size, **options)
     assert made.card["generate"]["vLLM's weights"] == 2 * 144 + (400 - 2 * 144) * 2

@@ -97,7 +97,8 @@ def make_engine(
         share = 1.0
         if config.vram_budget is not None:
             asleep = VLLM_ASLEEP if config.generation_backend == "vllm-colocated" else 0
-            share = (config.vram_budget * GIB - CONTEXT - asleep) / torch.cuda.get_device_properties(device).total_memory
+            total = torch.cuda.get_device_properties(device).total_memory
+            share = (config.vram_budget * GIB - CONTEXT - asleep) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)

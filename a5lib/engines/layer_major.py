@@ -16,7 +16,7 @@ The losses are `algo`'s. Scoring and accumulation are this engine's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
 from a5lib.engines.attention import flash_fits
 from a5lib.engines.hidden import Levels
-from a5lib.engines.host import HostMemory, Lanes, SharedWeights
+from a5lib.engines.host import HostMemory, Lane, Lanes, SharedWeights
 from a5lib.engines.packing import Microbatch, pack
-from a5lib.engines.parts import take_apart, undress
+from a5lib.engines.parts import Unit, take_apart, undress
 from a5lib.engines.plan import STEP_BUFFERS, Plan
 from a5lib.engines.statistics import bad_rows, statistics
 from a5lib.engines.trip import Trip, run_layer
@@ -93,6 +93,7 @@ class LayerMajorEngine:
         self.norms: Tensor | None = None  # of the gradient that waits for a step, one number a parameter
         self.steps = 0
         self.released = False
+        self.waiting: dict[tuple[str, str], Tensor] = {}  # host memory for what lives on the card, by unit and name
         self.torn = False  # a step was interrupted, or loading: some weights are changed, others are not
 
     # --- the face
@@ -200,11 +201,11 @@ class LayerMajorEngine:
         self.torn = False
 
     def release(self) -> None:
-        """See `Engine.release`: what lives on the card waits in plain host memory."""
+        """See `Engine.release`: what lives on the card waits on the host."""
         self._settled()
-        for unit in self.parts.units if not self.released else []:
-            if unit.name in self.plan.resident:
-                unit.move(lambda numel, dtype: torch.empty(numel, dtype=dtype))
+        if not self.released:
+            self._carry(self.lanes.outward, self._waiting_place)
+            self._settled()
         self.released = True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -215,13 +216,33 @@ class LayerMajorEngine:
         """An uninitialised flat tensor on the card."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def _carry(self, lane: Lane, place: Callable[[Unit, str], Tensor]) -> None:
+        """Take what lives on the card elsewhere, or back."""
+        left: list[Tensor] = []  # not to be freed before it is copied
+        for unit in self.parts.units:
+            if unit.name in self.plan.resident:
+                homes = {name: place(unit, name) for name in unit.flat}
+                with lane.after(self.lanes.now()):
+                    for name, flat in unit.flat.items():
+                        homes[name].copy_(flat, non_blocking=True)
+                left += unit.flat.values()
+                unit.rehouse(homes)
+        self.lanes.join()
+
+    def _waiting_place(self, unit: Unit, name: str) -> Tensor:
+        """Where a flat tensor waits on the host, the same each time; weights in shared memory, where there is some."""
+        key = unit.name, name
+        if key not in self.waiting:
+            size = unit.numel, unit.flat[name].dtype
+            self.waiting[key] = self.host.weights(unit.names, *size) if name == "weight" else self.host.empty(*size)
+        return self.waiting[key]
+
     def _ready(self) -> None:
         """Take the card back, and refuse to work on weights that a step has left half changed."""
         if self.torn:
             raise RuntimeError("A step or a load was interrupted halfway; load a checkpoint before you go on.")
-        for unit in self.parts.units if self.released else []:
-            if unit.name in self.plan.resident:
-                unit.move(self.empty)
+        if self.released:
+            self._carry(self.lanes.inward, lambda unit, name: self.empty(unit.numel, unit.flat[name].dtype))
         self.released = False
 
     def _settled(self) -> None:

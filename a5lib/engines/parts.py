@@ -59,11 +59,10 @@ class Unit:
         if "master" in state:
             self.flat["master"].copy_(self.flat["weight"])
 
-    def move(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Move everything into tensors that `empty(numel, dtype)` gives; the parameters follow."""
-        for name, flat in self.flat.items():
-            self.flat[name] = empty(self.numel, flat.dtype).copy_(flat)
-        for parameter, view in zip(self.parameters, self.views(self.flat["weight"]), strict=True):
+    def rehouse(self, homes: dict[str, Tensor]) -> None:
+        """Take these flat tensors, which hold the same numbers, for its own; the parameters follow."""
+        self.flat = homes
+        for parameter, view in zip(self.parameters, self.views(homes["weight"]), strict=True):
             parameter.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -407,7 +407,8 @@ def _wishes(shape: ModelShape, size: UpdateSize, plan: Plan, state: int, w: int)
         (2, [{"card_levels": count} for count in range(1, shape.layers + 1)]),  # an input goes and comes
     ]
     for _, wishes in sorted(groups, key=lambda group: -group[0]):
-        yield from wishes
+        # What vLLM drives off the card once for each update saves no traffic; and nothing hides the hand-over.
+        yield from (wish for wish in wishes if not ("resident" in wish and size.served and updates == 1))
 
 
 def _updates(size: UpdateSize) -> int:
@@ -491,7 +492,7 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     most = min(plan.bucket, max(shape.parts()))  # that are updated at one time, here or in a bucket
     temporaries = 0 if plan.compiled else 4 * ADAMW_NUMBERS[optimizer_state] * most
     step = {"buckets": STEP_BUFFERS * bucket * (2 * w + state), "AdamW's temporaries": temporaries}
-    # The engine leaves the card to vLLM altogether, and what stays otherwise waits on the host.
+    # The engine leaves the card to vLLM altogether; what lives on it waits on the host.
     staying = empty if size.served else held
     generation = _generation(shape, size, w, _room(plan.budget, staying, plan.on_card))
     if size.decoded and not size.served:
@@ -577,13 +578,13 @@ def _host(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
     waiting = _rounds(size, plan) if plan.kept_when_scoring < _rounds(size, plan) else 0  # in the first level
     first = max(plan.microbatches if levels else 0, waiting)
     state = state_bytes(optimizer_state, w)
-    lives = shape.parameters() - away  # on the card, which it leaves while vLLM generates
+    lives = shape.parameters() - away  # on the card; while vLLM generates it waits, the weights in vLLM's sight
     return {
         "weights": away * w,
         "gradients": away * w,
         "optimizer state": away * state,
         "layer inputs": (first + max(0, levels - 1) * plan.microbatches) * hidden,
-        **({"what waits for vLLM": lives * (2 * w + state)} if size.served and lives else {}),
+        **({"what waits for vLLM": lives * (w + state)} if size.served and lives else {}),
         **({"weights for vLLM": lives * w} if (size.served or size.sent) and lives else {}),
     }
 
