@@ -20,7 +20,7 @@ from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
 from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
 from a5lib.engines.parts import FAMILIES
-from a5lib.engines.plan import GIB
+from a5lib.engines.plan import GIB, gib
 from a5lib.errors import UserError
 from a5lib.memory import OLMO2_1B, STATE_BYTES
 from a5lib.plan_command import card_rows, make_request
@@ -141,7 +141,7 @@ def test_every_inline_command_and_flag_exists(page):
         if words[0] == "a5" and words[1:2] not in ([], ["..."]):
             assert " ".join(words[1:2]) in COMMANDS or " ".join(words[1:3]) in COMMANDS, f"`{code}` is no command"
         for word in words:
-            assert not word.startswith("--") or word.rstrip(",") in known, f"{page} names {word}, which is no flag"
+            assert not word.startswith("--") or word.rstrip(",.:;)") in known, f"{page} names {word}, which is no flag"
 
 
 @both
@@ -322,6 +322,27 @@ def test_what_is_not_measured_yet_has_no_row(page):
     assert not groups & {"budgets", "small-batches"}
     assert not set(ROWS) & {"olmo2-7b", "ragged-resident", "ragged-padded"}
     assert {v.name for v in VARIANTS if v.group == "ablation"} - set(ROWS), "the ablation is complete"
+
+
+@both
+def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
+    """Also: the row that says "at least" has the copies of the same plan; and nothing is measured yet."""
+    text = section(page, heading_number("Training with vLLM on the same card"))
+    plans = {}
+    for state in ("fp32", "bf16_stochastic"):
+        request = make_request(model="olmo2-1b", generation_backend="vllm-colocated", optimizer_state=state)
+        plans[state] = request.plan(budget=15 * GIB)
+        assert gib(host_needed(plans[state])) in text, state
+        assert not plans[state].resident, "what lives on the card would have to leave it and come back"
+    cache = plans["fp32"].card["generate"]["vLLM's keys and values"] / GIB
+    assert re.search(rf"\b{cache:.1f}\s+GiB", text)
+    weights, speed = 2 * OLMO2_1B.parameters(), LINKS[USUAL_LINK]
+    rows = wide_rows(section(page, heading_number("What each phase should take")), 4)
+    assert [row[3] for row in rows] == len(rows) * [{"README.md": "not measured yet"}.get(page, "尚未实测")]
+    moved = [row for row in rows if f"{weights / GIB:.2f} GiB" in row[2]]
+    assert [row[1] for row in moved] == 2 * [f"{weights / speed:.2f}"]
+    assert f" {plans['fp32'].transfer_seconds(speed, speed):.2f}" in rows[-1][1]
+    assert rows[7][2].split()[0] == str(request.size.served) and str(request.size.response) in rows[7][2]
 
 
 @both
