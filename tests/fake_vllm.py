@@ -159,8 +159,9 @@ class FakeEngine:
             tensor.view(torch.uint8).fill_(0x21)  # level 2 keeps no weights
 
     def memory(self):
-        self.called("memory")
+        taken = self.called("memory") or "taken 0"  # bytes, by whomever
         free = self.settings.get("card_free")
+        free = None if free is None else free - int(taken.split()[1])
         return {"card_free": None if free is None else free - self.settings.get("card_kept", 0), "card_total": free,
                 "host": 1}  # fmt: skip
 

@@ -266,6 +266,28 @@ def test_V05_an_engine_that_keeps_the_card_while_it_sleeps_is_found_out(tmp_path
         assert not survivors(rig.pids())
 
 
+@pytest.mark.parametrize("while_it_slept", [True, False])
+def test_V05_what_others_take_while_the_engine_sleeps_is_not_its_own(tmp_path, monkeypatch, while_it_slept):
+    """The trainer's kernels and optimizer come to the card after the engine has started."""
+    rig = Rig(tmp_path, card_free=15 * GIB, card_kept=GIB, memory_share=0.5)
+    write = rig.backend.channel.write
+    monkeypatch.setattr(rig.backend.channel, "write", lambda given, device: write(given))
+    free = [15 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (free[0], 16 * GIB))
+    rig.backend.device = torch.device("cuda:0")
+    rig.backend.start()
+    free[0] = 14 * GIB - 2 * GIB * while_it_slept
+    rig.fault("memory", f"taken {2 * GIB}")
+    if while_it_slept:
+        assert len(rig.cycle()) == 4
+        free[0] = 14 * GIB
+        assert len(rig.cycle()) == 4, "and what goes is not counted for it"
+        rig.backend.close()
+    else:
+        with pytest.raises(WorkerError, match=r"sleeps, but 3\.00 GiB less of the card are free than before"):
+            rig.cycle()
+
+
 def test_V08_two_workers_start_at_once_and_no_port_is_used(rig, tmp_path):
     other = Rig(tmp_path)
     texts = []

@@ -85,7 +85,7 @@ def outcome(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("budget", [None, HOST_TO_HOST])
-def test_three_steps_their_order_and_what_is_left(
+def test_V02_three_steps_with_the_trainers_weights_their_order_and_what_is_left(
     budget: float | None, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights go the same way whichever engine trains; from the layer-major one they are not even copied."""

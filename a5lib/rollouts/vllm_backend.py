@@ -98,6 +98,7 @@ class VllmColocated:
         self.synced_step: int | None = None
         self._worker: WorkerProcess | None = None
         self._awake = False
+        self._free: int | None = None  # bytes of the card that would be free without it
         self._turn = threading.Lock()
         self._at_work = ""
 
@@ -124,6 +125,8 @@ class VllmColocated:
             self._sleep()
             sent = self.channel.write(weights, self.device)
             _empty_cache()
+            if self.device is not None and self._free is not None:  # what came and went while it slept is not its own
+                self._free += torch.cuda.mem_get_info(self.device)[0] - (self.memory["card_free"] or 0)
             self._awake = True
             self._ask("wake", tag="weights")
             answer = self._ask("load", step=step, checksums=sent)
@@ -232,6 +235,7 @@ class VllmColocated:
             raise self._failure(f"did not start: {refusal}") from None
         with self._reading("hello"):
             self.facts = {**facts, "max_model_len": int(facts["max_model_len"])}
+            self._free = facts.get("card_free")
         self._awake = True
         self._sleep()
 
@@ -253,10 +257,10 @@ class VllmColocated:
         self._ask("sleep", level=2)
         self._awake, self.synced_step = False, None
         self.memory = self._ask("memory")
-        before, now = self.facts.get("card_free"), self.memory.get("card_free")
-        if before is not None and now is not None and before - now > KEPT_ASLEEP:
+        now = self.memory.get("card_free")
+        if self._free is not None and now is not None and self._free - now > KEPT_ASLEEP:
             raise self._failure(
-                f"sleeps, but {(before - now) / GIB:.2f} GiB less of the card are free than before it started "
+                f"sleeps, but {(self._free - now) / GIB:.2f} GiB less of the card are free than before it started "
                 f"(at most {KEPT_ASLEEP / GIB:.2f} are expected)"
             )
 
