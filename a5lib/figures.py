@@ -370,12 +370,15 @@ def _stacked_rows(
     return drawn
 
 
-def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = None) -> Picture:
+def cycle_figure(
+    phases: Sequence[tuple[str, int, int]], budget: int | None = None, title: str = "One cycle on one card"
+) -> Picture:
     """Bytes on the card through the phases of one cycle: the trainer's, and the engine's on top. Taught in notebook 10.
 
     Args:
         phases: name, bytes of the trainer, bytes of the engine that generates.
         budget: of the card, in bytes; drawn as a line.
+        title: says where the bytes come from.
 
     Raises:
         UserError: no phases, or bytes that are not a number of at least 0.
@@ -389,7 +392,7 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
     with look():
         figure = Picture(figsize=(9, 3.6), layout="constrained")
         ax = figure.subplots()
-        label(ax, "One cycle on one card", "phase", f"on the card ({unit_name})")
+        label(ax, title, "phase", f"on the card ({unit_name})")
         edges = range(len(phases) + 1)
         rows: tuple[tuple[str, list[int], list[int], int], ...] = (
             ("trainer", [0] * len(phases), trainer, 0), ("engine", trainer, totals, 1),
@@ -400,9 +403,13 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
                 facecolor=COLORS[i], edgecolor="white", hatch=(HATCHES[1], HATCHES[2])[i], linewidth=0,
             )  # fmt: skip
         ax.stairs([t / unit for t in totals], edges, color="black", linewidth=1.2)
+        top = 1.15 * max(*totals, budget or 0, 1) / unit
         for i, total in enumerate(totals):
-            ax.annotate(_size(total), (i + 0.5, total / unit), (0, 3), textcoords="offset points", ha="center",
-                        fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+            height = total / unit
+            on_line = budget is not None and 0 <= budget / unit - height < 0.08 * top  # then below the bar's edge
+            ax.annotate(f"{height:.2f} {unit_name}", (i + 0.5, height), (0, -4 if on_line else 3), fontsize=8,
+                        textcoords="offset points", ha="center", va="top" if on_line else "bottom",
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
             ax.axvline(i + 1, color="0.8", linewidth=0.6, zorder=0)
         if budget is not None:
             ax.axhline(budget / unit, color="black", linestyle=DASHED, label=f"budget {_size(budget)}")
@@ -410,7 +417,7 @@ def cycle_figure(phases: Sequence[tuple[str, int, int]], budget: int | None = No
             [i + 0.5 for i in range(len(phases))], [_wrapped(name, max(6, 100 // len(phases))) for name, *_ in phases]
         )
         ax.set_xlim(0, len(phases))
-        ax.set_ylim(0, 1.15 * max(*totals, budget or 0, 1) / unit)
+        ax.set_ylim(0, top)
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
@@ -457,7 +464,8 @@ def timeline_figure(
         if samples:
             _draw_tenants(axes[1], samples, budget)
         axes[-1].set_xlabel("seconds")
-        handles = [Patch(label=f"{name}: {seconds[name]:.3g} s", linewidth=0, **looks[name]) for name in order]
+        texts = {name: f"{name}: {f'{s:.3g}' if s >= 0.01 else '< 0.01'} s" for name, s in seconds.items()}
+        handles = [Patch(label=texts[name], linewidth=0, **looks[name]) for name in order]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2, handleheight=1.3)
     return figure
 

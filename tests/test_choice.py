@@ -152,14 +152,18 @@ def test_vllm_is_the_best_backend_where_there_is_a_card_and_a_vllm(card, vllm, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object() if vllm else None)
     config = TrainConfig(num_steps=3)
-    chosen = best_backend(config)
+    chosen, why = best_backend(config)
     if card and vllm:
         assert (chosen.generation_backend, chosen.device, chosen.num_steps) == ("vllm-colocated", "cuda", 3)
+        assert why == "vLLM generates, on the card that trains."
     else:
         assert chosen is config, "as it was asked for"
+        assert why.startswith(f"transformers generates: {'--generation-backend' if card else 'there is no card.'}")
 
 
-def test_a_python_without_vllm_is_not_chosen(monkeypatch):
+def test_a_wrong_python_is_not_chosen_and_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = TrainConfig()
-    assert best_backend(config, Path("no-such-env/bin/python")) is config
+    chosen, why = best_backend(config, Path("no-such-env/bin/python"))
+    assert chosen is config
+    assert why.startswith("transformers generates: --vllm-python no-such-env/bin/python cannot be started (No such file")

@@ -280,8 +280,19 @@ def test_a_timeline_has_a_lane_for_each_tenant_and_their_memory_under_the_budget
     assert max(memory.get_ylim()) > 8 and is_picture(figure, tmp_path)
 
 
+def test_a_sum_just_below_the_budget_stands_inside_its_bar():
+    figure = cycle_figure([("train", 11.651 * GIB, 0), ("generate", 1.5 * GIB, 14 * GIB)], 16 * GIB, "A plan")
+    (ax,) = figure.axes
+    low, high = ax.texts
+    assert [low.get_text(), high.get_text()] == ["11.65 GiB", "15.50 GiB"]
+    assert [low.get_va(), high.get_va()] == ["bottom", "top"], "the budget's line runs above 15.50"
+    assert ax.get_title(loc="left") == "A plan"
+
+
 def test_a_timeline_without_memory_is_its_lanes():
-    (lanes,) = timeline_figure(CYCLE).axes
+    figure = timeline_figure(CYCLE | {"wake weights": 0.000296})
+    (lanes,) = figure.axes
+    assert "wake weights: < 0.01 s" in [t.get_text() for t in figure.legends[0].get_texts()]
     assert lanes.get_xlabel() == "seconds"
     for wrong, words in (({}, "not of none"), ({"load": 1.0, "lunch": 3600.0}, "not of lunch")):
         with pytest.raises(UserError, match=words):

@@ -72,25 +72,40 @@ def test_a_busy_engine_does_not_sleep():
         engine.sleep(level=2)
 
 
-def test_level_one_wakes_with_the_old_weights():
+def updated(level):
+    """A pair in the middle of a cycle: the engine sleeps, the trainer has updated and left the card."""
     trainer, engine = scripted_pair()
     rollouts = list(engine.generate(PROMPTS))
-    engine.sleep(level=1)
+    engine.sleep(level=level)
     trainer.take_card()
     trainer.update(rollouts)
     trainer.release_card()
+    return trainer, engine
+
+
+def test_level_one_wakes_with_the_old_weights():
+    trainer, engine = updated(level=1)
     engine.wake_up(["weights"])
     assert engine.checksums() != trainer.checksums(), "they are those of before the update"
 
 
-def test_old_weights_are_noticed_even_when_the_checksums_were_old_too():
+@pytest.mark.parametrize(("tags", "words"), [(["weights"], "use level 2"), (None, 'wake only "weights"')])
+def test_a_load_after_level_one_is_refused(tags, words):
+    trainer, engine = updated(level=1)
+    engine.wake_up(tags)
+    with pytest.raises(Objection, match=words):
+        engine.load_weights(trainer.weights())
+
+
+def test_a_load_beside_keys_and_values_is_refused():
     trainer, engine = scripted_pair()
-    old, sums = trainer.weights(), trainer.checksums()
-    rollouts = list(engine.generate(PROMPTS))
-    engine.sleep(level=2)
-    trainer.take_card()
-    trainer.update(rollouts)
-    trainer.release_card()
+    with pytest.raises(Objection, match="Keys and values have taken the room"):
+        engine.load_weights(trainer.weights())
+
+
+def test_old_weights_are_noticed_even_when_the_checksums_were_old_too():
+    old, sums = scripted_pair()[0].weights(), scripted_pair()[0].checksums()
+    trainer, engine = updated(level=2)
     engine.wake_up(["weights"])
     engine.load_weights(old)
     assert engine.checksums() == sums

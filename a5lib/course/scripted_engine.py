@@ -241,6 +241,13 @@ class ScriptedEngine:
         """Copy weights into their room. It reports no fault of its own."""
         if "weights" not in self._room:
             raise Objection('The engine is asleep; wake "weights" before loading, so that they have room.')
+        if "kv_cache" in self._room:
+            raise Objection(
+                'Keys and values have taken the room that a load may need; wake only "weights", load, then wake '
+                '"kv_cache".'
+            )
+        if self._backup:
+            raise Objection("Level 1 keeps old weights in the host's memory that the load overwrites; use level 2.")
         if not isinstance(weights, dict) or weights.keys() != self._weights.keys():
             raise Objection(f"load_weights needs a dict with exactly {', '.join(WEIGHTS)}.")
         self._weights |= {name: weight.clone() for name, weight in weights.items() if name not in self.skips}

@@ -73,21 +73,25 @@ def _check_fp8(config: ResolvedConfig) -> None:
         )
 
 
-def best_backend(config: TrainConfig, vllm_python: Path | None = None) -> TrainConfig:
+def best_backend(config: TrainConfig, vllm_python: Path | None = None) -> tuple[TrainConfig, str]:
     """The config with colocated vLLM on a card where there are both, otherwise as it is. Taught in notebook 11.
 
     Args:
         config: any.
         vllm_python: the Python that may have vLLM (None: this one).
+
+    Returns:
+        The config, and a sentence that says what generates and, where it is not vLLM, why.
     """
+    as_it_is = f"{config.generation_backend} generates: "
     if not torch.cuda.is_available():
-        return config
+        return config, f"{as_it_is}there is no card."
     colocated = dataclasses.replace(config, device="cuda", generation_backend="vllm-colocated", vllm_python=vllm_python)
     try:
         check_backend(resolve(colocated))
-    except UserError:
-        return config
-    return colocated
+    except UserError as error:
+        return config, f"{as_it_is}{error}"
+    return colocated, "vLLM generates, on the card that trains."
 
 
 def make_backend(

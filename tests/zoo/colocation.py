@@ -86,6 +86,18 @@ FAULTS = [
         words="Keys and values were to wake before the weights are in",
     ),
     Fault(
+        "old weights kept on the host",
+        old="    engine.sleep(level=2)",
+        new="    engine.sleep(level=1)",
+        words="Level 1 keeps old weights in the host's memory",
+    ),
+    Fault(
+        "level 1, and all woken",
+        old="    engine.sleep(level=2)  # its weights are about to be old, so it need not keep them\n" + UPDATE + LOAD,
+        new="    engine.sleep(level=1)\n" + UPDATE + LOAD.replace('["weights"]', ""),
+        words="Keys and values have taken the room that a load may need",
+    ),
+    Fault(
         "weights not loaded",
         old="    engine.load_weights(trainer.weights())\n",
         new="",
