@@ -166,4 +166,6 @@ def test_a_wrong_python_is_not_chosen_and_is_named(monkeypatch):
     config = TrainConfig()
     chosen, why = best_backend(config, Path("no-such-env/bin/python"))
     assert chosen is config
-    assert why.startswith("transformers generates: --vllm-python no-such-env/bin/python cannot be started (No such file")
+    assert why.startswith(
+        "transformers generates: --vllm-python no-such-env/bin/python cannot be started (No such file"
+    )

@@ -286,7 +286,7 @@ def test_a_sum_just_below_the_budget_stands_inside_its_bar():
     low, high = ax.texts
     assert [low.get_text(), high.get_text()] == ["11.65 GiB", "15.50 GiB"]
     assert [low.get_va(), high.get_va()] == ["bottom", "top"], "the budget's line runs above 15.50"
-    assert ax.get_title(loc="left") == "A plan"
+    assert ax.get_title() == "A plan"
 
 
 def test_a_timeline_without_memory_is_its_lanes():
