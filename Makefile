@@ -26,7 +26,7 @@ unit: install
 notebooks: install
 	$(RUN) tests.notebook_tools validate
 
-# A real vLLM on the CPU, in an environment of its own: two minutes to make it, once, and about four for the tests.
+# A real vLLM on the CPU, in an environment of its own: two minutes to make it, once, and about six for the tests.
 test-vllm: install
 	.venv/bin/python tests/vllm/make_environment.py $(VLLM_VENV)
 	OMP_NUM_THREADS=1 A5_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(RUN) pytest tests/vllm
