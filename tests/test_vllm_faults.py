@@ -18,6 +18,7 @@ import time
 import pytest
 
 from a5lib.errors import UserError
+from a5lib.rollouts.protocol import VERSION
 from a5lib.rollouts.worker_process import WorkerError
 from tests.helpers import ROOT
 from tests.vllm_tools import Rig, held, is_alive, survivors
@@ -85,6 +86,14 @@ def test_a_crash_at_the_start(tmp_path):
     rig.backend.close()
     assert not survivors(rig.pids())
     assert held() == before, "close() frees the channel too"
+
+
+def test_a_refusal_at_the_start_ends_with_one_full_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr("a5lib.rollouts.vllm_backend.VERSION", VERSION + 1)
+    rig = Rig(tmp_path)
+    with pytest.raises(WorkerError, match=rf"did not start: The trainer .* worker version {VERSION}\. Nothing of it"):
+        rig.backend.start()
+    rig.backend.close()
 
 
 def test_an_exception_of_the_engine_comes_with_its_traceback(rig):
@@ -195,6 +204,12 @@ def test_V14_weights_that_are_not_what_was_sent_are_named_before_a_token_is_gene
     calls = [line["call"] for line in rig.calls()]
     failed = calls.index("load", calls.index("load") + 1)  # the second cycle's
     assert calls[failed + 1] == "hello", "after the load came nothing but another start"
+
+
+def test_an_engine_that_writes_to_the_weights_dies_before_they_change(rig):
+    """They can be the trainer's own: the layer-major engine keeps them there."""
+    said = sentence(rig, "load", "write")
+    assert "died during 'load'" in said and "SIGSEGV" in said
 
 
 def test_numbers_that_are_not_finite_stop_the_run_as_they_do_in_training(rig):

@@ -141,8 +141,8 @@ class WorkerProcess:
             log.seek(self._log_begins)
             lines = log.read().decode(errors="replace").splitlines()[-QUOTED_LINES:] or ["(it wrote nothing)"]
         return WorkerError(
-            f"The vLLM worker {what}. Nothing of it is left running; look for the cause in its log, then start again "
-            f"(a run: with --resume). The last lines of {self.log}:",
+            f"The vLLM worker {what.rstrip('.')}. Nothing of it is left running; look for the cause in its log, then "
+            f"start again (a run: with --resume). The last lines of {self.log}:",
             lines,
         )
 
