@@ -92,7 +92,7 @@ def test_V16_everything_is_sent_again_after_every_sleep(rig):
     rig.backend.sync(rig.weights.items(), 1)  # without a release in between: it sleeps first
     assert [line["call"] for line in rig.calls()] == [*CYCLE[:4], *CYCLE[5:], *CYCLE[:4]]
     only_one = [("model.norm.weight", rig.weights["model.norm.weight"])]
-    with pytest.raises(ValueError, match="was not given"):
+    with pytest.raises(ValueError, match=r"The given weights lack model\.embed_tokens\.weight and \d+ others\."):
         rig.backend.sync(only_one, 2)
     with pytest.raises(RuntimeError, match=r"before sync\(\)"):
         rig.texts()
@@ -170,7 +170,7 @@ def test_V14_fused_and_tied_weights_are_verified_where_the_engine_holds_them(tmp
     rig.cycle(step=2)
     rig.weights = {name: weight + 1.0 for name, weight in rig.weights.items()}
     rig.fault("load", "stale")
-    with pytest.raises(WorkerError, match=r"step 3 .*has other values.*, and 16 more faults"):
+    with pytest.raises(WorkerError, match=r"step 3 .*has other values.*; and 16 more\. Nothing"):
         rig.cycle(step=3)
     rig.backend.close()
 

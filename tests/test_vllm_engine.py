@@ -337,9 +337,9 @@ def copy_of(parameter):
     [
         (
             lambda m: setattr(m.layer.qkv_proj, "cpu_linear", lambda *_: None),
-            "computes layer.qkv_proj .* packed copies",
+            "computes layer.qkv_proj with packed copies",
         ),
-        (lambda m: setattr(m.norm, "weight", nn.Parameter(torch.empty(0))), "left norm.weight .* empty"),
+        (lambda m: setattr(m.norm, "weight", nn.Parameter(torch.empty(0))), "left norm.weight empty"),
         (lambda m: setattr(m.norm, "weight", copy_of(m.norm.weight)), "moved norm.weight"),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class Held(NamedTuple):
     dtype: str
     checksum: int
     held_as: str
+
+
+def as_held(rows: Iterable[Sequence[Any]]) -> list[Held]:
+    """What an engine holds, as it comes in JSON.
+
+    Raises:
+        TypeError, ValueError: that is of another form.
+    """
+    return [Held(name, tuple(shape), dtype, int(value), where) for name, shape, dtype, value, where in rows]
 
 
 def checksum(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -106,6 +115,25 @@ def differences(slots: Sequence[Slot], sent: Mapping[str, int], held: Sequence[H
         elif row.checksum != sent[row.name]:
             faults.append(f"{row.name} has other values{where}")
     return faults
+
+
+def in_words(faults: Sequence[str]) -> str:
+    """The first three of `differences`, and how many more there are.
+
+    >>> in_words(["a is missing", "b is missing", "c is missing", "d is missing"])
+    'a is missing; b is missing; c is missing; and 1 more'
+    """
+    return "; ".join([*faults[:3], *([f"and {len(faults) - 3} more"] if len(faults) > 3 else [])])
+
+
+def and_others(names: Sequence[str]) -> str:
+    """The first of some names, and how many others there are.
+
+    >>> and_others(["a"]), and_others(["a", "b"]), and_others(["a", "b", "c"])
+    ('a', 'a and 1 other', 'a and 2 others')
+    """
+    others = len(names) - 1
+    return names[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
 
 
 def _words(tensor: Tensor) -> Tensor:

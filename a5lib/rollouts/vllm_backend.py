@@ -24,7 +24,7 @@ from a5lib.engines.plan import VLLM_ASLEEP, gib
 from a5lib.errors import UserError
 from a5lib.records import Completion
 from a5lib.rollouts import check_lengths, completion_seed
-from a5lib.rollouts.checksums import Held, differences
+from a5lib.rollouts.checksums import as_held, differences, in_words
 from a5lib.rollouts.protocol import VERSION
 from a5lib.rollouts.weight_channel import GIB, WeightChannel, lay_out
 from a5lib.rollouts.worker_process import WorkerError, WorkerProcess
@@ -131,13 +131,9 @@ class VllmColocated:
             self._ask("wake", tag="weights")
             answer = self._ask("load", step=step, checksums=sent)
             with self._reading("load"):
-                rows, self.verify_seconds = answer["held"], float(answer["verify_seconds"])
-                held = [Held(name, tuple(shape), dtype, int(n), where) for name, shape, dtype, n, where in rows]
+                held, self.verify_seconds = as_held(answer["held"]), float(answer["verify_seconds"])
             if faults := differences(self.channel.slots, sent, held):
-                more = f", and {len(faults) - 3} more faults" if len(faults) > 3 else ""
-                raise self._failure(
-                    f"does not hold the weights of step {step} that it was sent: {'; '.join(faults[:3])}{more}"
-                )
+                raise self._failure(f"does not hold the weights of step {step} that it was sent: {in_words(faults)}")
             self._ask("wake", tag="kv_cache")
             self._ask("reset_prefix_cache")
             self.synced_step = step

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from a5lib.rollouts import vllm_versions as versions
-from a5lib.rollouts.checksums import Held, checksum, differences
+from a5lib.rollouts.checksums import Held, and_others, checksum, differences
 from a5lib.rollouts.fp8 import as_sent
 from a5lib.rollouts.protocol import Refusal
 from a5lib.rollouts.weight_channel import Slot, views
@@ -298,12 +298,12 @@ def check_own_memory(model: nn.Module, before: dict[str, tuple[int, int]]) -> No
     """
     names = versions.packed_layers(model)
     if names:
-        raise RuntimeError(f"vLLM computes {names[0]} and {len(names) - 1} others with packed copies of weights.")
+        raise RuntimeError(f"vLLM computes {and_others(names)} with packed copies of weights.")
     now = places(model)
     if empty := [name for name, (_, size) in now.items() if size == 0]:
-        raise RuntimeError(f"vLLM left {empty[0]} and {len(empty) - 1} other parameters empty.")
+        raise RuntimeError(f"vLLM left {and_others(empty)} empty.")
     if moved := [name for name, place in now.items() if place != before.get(name)]:
-        raise RuntimeError(f"vLLM moved {moved[0]} and {len(moved) - 1} others; recorded graphs read the old place.")
+        raise RuntimeError(f"vLLM moved {and_others(moved)}; recorded graphs read the old place.")
 
 
 @torch.no_grad()

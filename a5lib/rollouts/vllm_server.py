@@ -30,7 +30,7 @@ from a5lib import __version__
 from a5lib.errors import UserError
 from a5lib.records import Completion
 from a5lib.rollouts import check_lengths, completion_seed
-from a5lib.rollouts.checksums import Held, differences
+from a5lib.rollouts.checksums import as_held, differences, in_words
 from a5lib.rollouts.vllm_engine import not_served, response_text
 from a5lib.rollouts.vllm_versions import SERVER_WORKER, TRANSFER_BACKEND
 from a5lib.rollouts.weight_channel import WeightChannel, lay_out
@@ -146,14 +146,13 @@ class VllmServer:
         self._post("/finish_weight_update", {})
         rows = self._ask("a5_held", json.dumps(self._slots), what="load")
         try:
-            held = [Held(name, tuple(shape), dtype, int(n), where) for name, shape, dtype, n, where in rows]
+            held = as_held(rows)
         except (TypeError, ValueError) as error:
             raise self._failure(f"sent garbage as its weights' checksums: {error}") from error
         if faults := differences(self.channel.slots, sent, held):
-            more = f", and {len(faults) - 3} more faults" if len(faults) > 3 else ""
             raise self._failure(
                 f"serves {self.facts['model']} and does not hold the weights of step {step} that it was sent: "
-                f"{'; '.join(faults[:3])}{more}"
+                f"{in_words(faults)}"
             )
         answer = self._post("/reset_prefix_cache")
         if isinstance(answer, dict) and not answer.get("success", True):  # 0.24 does not say; nothing is under way

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from a5lib import __version__
 from a5lib.rollouts import vllm_versions as versions
 from a5lib.rollouts.vllm_engine import check_own_memory, held, load, places
-from a5lib.rollouts.weight_channel import CHANNEL_NAME, Slot, attach, channel_size, views
+from a5lib.rollouts.weight_channel import CHANNEL_NAME, as_slots, attach, channel_size, views
 
 
 class Receiver:
@@ -49,7 +49,7 @@ class Receiver:
             RuntimeError: there is no such channel here, or vLLM computes with other memory than its parameters.
         """
         self.stamp = ""
-        laid_out = [Slot(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in slots]
+        laid_out = as_slots(slots)
         buffer = map_channel(channel, channel_size(laid_out))
         load(self.model, laid_out, views(laid_out, buffer))
         check_own_memory(self.model, self.places)
@@ -87,7 +87,7 @@ class ServerWorker:
         Args:
             slots: what the trainer sent, as in `Receiver.receive`, as JSON: vLLM takes text alone.
         """
-        laid_out = [Slot(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in json.loads(slots)]
+        laid_out = as_slots(json.loads(slots))
         with torch.no_grad():
             rows = held(self.model_runner.get_model(), laid_out)
         return [[row.name, list(row.shape), row.dtype, row.checksum, row.held_as] for row in rows]

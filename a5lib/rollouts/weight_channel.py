@@ -14,13 +14,13 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from a5lib.errors import UserError
-from a5lib.rollouts.checksums import checksum
+from a5lib.rollouts.checksums import and_others, checksum
 
 ALIGNMENT = 64  # bytes; a cache line
 GIB = 2**30
@@ -34,6 +34,11 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     offset: int
+
+
+def as_slots(rows: Iterable[Sequence[Any]]) -> list[Slot]:
+    """The slots of a channel, as they come in JSON."""
+    return [Slot(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in rows]
 
 
 def lay_out(weights: Iterable[tuple[str, Tensor]]) -> list[Slot]:
@@ -120,7 +125,7 @@ class WeightChannel:
                 place.copy_(weight, non_blocking=True)
             sums[name] = checksum(weight, device)
         if missing := [slot.name for slot in self.slots if slot.name not in sums]:
-            raise ValueError(f"{missing[0]} was not given, and neither were {len(missing) - 1} other tensors.")
+            raise ValueError(f"The given weights lack {and_others(missing)}.")
         for card in cards:
             torch.cuda.synchronize(card)
         return {name: int(value) for name, value in sums.items()}

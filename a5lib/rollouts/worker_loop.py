@@ -15,7 +15,7 @@ from torch import Tensor
 
 from a5lib.rollouts.checksums import Held
 from a5lib.rollouts.protocol import VERSION, Connection, Garbage, Refusal
-from a5lib.rollouts.weight_channel import Slot
+from a5lib.rollouts.weight_channel import Slot, as_slots
 
 ANSWER_SECONDS = 60.0  # in which the trainer must take an answer
 
@@ -169,7 +169,7 @@ class Requests:
     def hello(self, version: int, settings: dict[str, Any], slots: list[list[Any]]) -> dict[str, Any]:
         if version != VERSION:
             raise Refusal(f"The trainer speaks version {version} of the protocol, and the worker version {VERSION}.")
-        self.slots = [Slot(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in slots]
+        self.slots = as_slots(slots)
         self.engine = self.make_engine(settings)
         return {**self.engine.facts(), "pid": os.getpid()}
 
