@@ -110,7 +110,8 @@ class FakeEngine:
         return name
 
     def reset_prefix_cache(self):
-        self.called("reset_prefix_cache")
+        if self.called("reset_prefix_cache") == "in use":
+            raise Refusal("Blocks are in use.")
         self.cache.clear()
 
     def generate(self, prompts, *, n, max_tokens, temperature, top_p, stop, seeds, progress):

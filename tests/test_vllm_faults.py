@@ -102,6 +102,11 @@ def test_an_exception_of_the_engine_comes_with_its_traceback(rig):
     assert "in load" in said and "fake_vllm.py" in said
 
 
+def test_a_prefix_cache_that_is_not_reset_ends_the_worker(rig):
+    said = sentence(rig, "reset_prefix_cache", "in use")
+    assert said.startswith("The vLLM worker kept keys and values of older weights: Blocks are in use. Nothing of it")
+
+
 def test_an_answer_of_the_engine_that_is_not_of_the_agreed_form(rig):
     assert "failed during 'load': TypeError: Held" in sentence(rig, "load", "malformed")
 

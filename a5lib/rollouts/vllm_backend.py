@@ -135,7 +135,10 @@ class VllmColocated:
             if faults := differences(self.channel.slots, sent, held):
                 raise self._failure(f"does not hold the weights of step {step} that it was sent: {in_words(faults)}")
             self._ask("wake", tag="kv_cache")
-            self._ask("reset_prefix_cache")
+            try:
+                self._ask("reset_prefix_cache")
+            except RuntimeError as refusal:
+                raise self._failure(f"kept keys and values of older weights: {refusal}") from None
             self.synced_step = step
 
     def generate(

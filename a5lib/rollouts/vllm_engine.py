@@ -120,7 +120,7 @@ class VllmEngine:
                 'The engine has no room for keys and values; wake "kv_cache" before the prefix cache is reset.'
             )
         if not self.llm.reset_prefix_cache():
-            raise Refusal("The prefix cache cannot be reset while a completion is unfinished.")
+            raise Refusal("vLLM did not reset its prefix cache; it says that blocks of it are in use.")
         self.fresh = True
 
     def generate(
