@@ -60,6 +60,8 @@ class FakeEngine:
         sent = views(slots, buffer)
         if HEAD not in sent and EMBEDDING in sent:
             sent[HEAD] = sent[EMBEDDING]  # tied, and the engine keeps its own packed copy of the head
+        if fault == "write":
+            buffer[0] ^= 1
         parts = {}
         for name, tensor in sent.items():
             parts.setdefault(self.own_name(name), []).append((name, tensor))

@@ -62,7 +62,7 @@ def test_the_plan_knows_vllm_and_that_its_rollouts_are_scored():
     assert made.card["score"] != made.card["load"], "the mismatch needs the trainer's log-probabilities"
     assert not [name for name in plan(generation_backend="vllm-colocated").card["generate"] if "vLLM" in name]
     with pytest.raises(UserError, match=r"phase 'generate'.* use --generation-batch-size \d+, "):
-        plan(CARD, vram_budget=9, generation_backend="vllm-colocated")
+        plan(CARD, vram_budget=6.5, generation_backend="vllm-colocated")
 
 
 def test_vllm_gets_what_the_plan_gives_it(monkeypatch):

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from a5lib.errors import UserError
 from a5lib.rollouts import checksums as module
 from a5lib.rollouts.checksums import Held, checksum, checksums, differences
-from a5lib.rollouts.weight_channel import Slot, WeightChannel, attach, channel_size, lay_out, views
+from a5lib.rollouts.weight_channel import Slot, WeightChannel, attach, attach_to_read, channel_size, lay_out, views
 from tests.vllm_tools import held, weights
 
 
@@ -244,3 +245,24 @@ def test_V17_a_full_dev_shm_is_seen_at_once_and_not_as_a_bus_error(monkeypatch):
     with pytest.raises(UserError, match=r"GiB of /dev/shm .*No space left on device.*docker run --shm-size"):
         WeightChannel(big(stat.f_blocks * stat.f_frsize + 2**30))
     assert held() == before
+
+
+@pytest.mark.parametrize("fault", [0, 801])
+def test_the_worker_reads_pinned_memory_and_a_refused_pin_is_said_and_goes_on(channel, fault, monkeypatch, capsys):
+    asked = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append(size) or fault)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    made = torch.zeros
+
+    def zeros(*size, device=None):
+        assert fault and device == "cuda", "only to let CUDA raise its last error"
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    buffer = attach_to_read(channel.descriptor)
+    monkeypatch.setattr(torch, "zeros", made)
+    assert asked == [channel_size(channel.slots)]
+    assert ("could not be pinned (CUDA error 801)" in capsys.readouterr().out) == (fault == 801)
+    channel.write(weights().items())
+    assert torch.equal(buffer, channel.buffer), "it sees what is written elsewhere"

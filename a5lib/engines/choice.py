@@ -103,4 +103,4 @@ def make_engine(
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)
     torch.nn.Module.to(model, device)
-    return ResidentEngine(model, config, algo, head_block=plan.head_block)
+    return ResidentEngine(model, config, algo, plan.head_block, shared)

@@ -29,9 +29,9 @@ WORKSPACE = 64 * MIB  # cuBLAS
 # What vLLM takes of a card while it sleeps, at most: CUDA's context, kernels and recorded graphs. 1.43 GiB were seen on
 # an NVIDIA H200 with a model of 1.5 billion parameters.
 VLLM_ASLEEP = 1536 * MIB
-VLLM_TOKENS = 8192  # that vLLM works on at one time
+VLLM_TOKENS = 4096  # that vLLM works on at one time
 VLLM_BLOCK = 128  # tokens; it keeps keys and values in blocks of at most so many
-VLLM_ROWS = 32  # longest responses whose keys and values there is room for at least; the others wait
+VLLM_ROWS = 8  # longest responses whose keys and values there is room for at least; the others wait
 SLACK = 0.03  # share of a budget that is left for gaps between allocations
 
 # Tokens that go through a layer together, from the fastest that was measured downward.

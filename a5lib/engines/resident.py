@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from a5lib.config import ResolvedConfig
 from a5lib.engines import Batch
+from a5lib.engines.host import HostMemory, SharedWeights
 from a5lib.heads import fused_log_probs
 from a5lib.optimizers import AdamW, clip_scale, gradient_norms, total_norm
 
@@ -29,13 +30,22 @@ class ResidentEngine:
         config: a resolved config.
         algo: the exercise functions (see `a5lib.course.load_algo`).
         head_block: positions whose logits exist at one time, unless the head is "full".
+        shared: memory through which the weights are sent for generation.
     """
 
-    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, algo: Any, head_block: int = 32) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ResolvedConfig,
+        algo: Any,
+        head_block: int = 32,
+        shared: SharedWeights | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.algo = algo
         self.device = next(model.parameters()).device
+        self.host = HostMemory(self.device, shared)  # pins what the weights are sent through
         self.score_fn: Callable[..., dict[str, Tensor]] = {
             "full": algo.get_response_log_probs,
             "blocks": partial(algo.get_response_log_probs_in_blocks, block_size=head_block),

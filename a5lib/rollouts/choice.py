@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from a5lib.config import ResolvedConfig, TrainConfig, resolve
-from a5lib.engines.plan import VLLM_ROWS, Plan, vllm_cache
+from a5lib.engines.plan import VLLM_TOKENS, Plan, vllm_cache
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
 from a5lib.models import policy_device, select_dtype
@@ -27,6 +27,7 @@ PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') i
 PROBE_SECONDS = 60
 FP8_CAPABILITY = (8, 9)
 MOST_OF_A_CARD = 0.95  # that vLLM is ever told to take
+ROWS_ON_CPU = 32  # longest responses whose keys and values vLLM has room for without a card; the others wait
 
 
 def check_backend(config: ResolvedConfig) -> None:
@@ -136,19 +137,22 @@ def make_backend(
 def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.device, plan: Plan) -> VllmSettings:
     """What a run's vLLM is made with; on a card its memory is what the plan gives it in the phase "generate"."""
     share, cache = MOST_OF_A_CARD, 0
-    if device.type == "cuda":
+    on_card = device.type == "cuda"
+    if on_card:
         # what it takes asleep comes on top: it is there before vLLM looks at what is free
         parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM's")}
         cache = parts["vLLM's keys and values"]
         share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
     else:
-        rows = min(config.generation_batch_size, VLLM_ROWS)
+        rows = min(config.generation_batch_size, ROWS_ON_CPU)
         cache = vllm_cache(ModelShape.of(model.config), plan.longest, rows, model.dtype.itemsize)
     return {
         "model": str(model.config.name_or_path),
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": plan.longest + 1,  # the plan does not count the last token, which is a label only
         "max_num_seqs": config.generation_batch_size,
+        # without a card prompts go in whole
+        "max_num_batched_tokens": max(VLLM_TOKENS, config.generation_batch_size if on_card else plan.longest + 1),
         "top_p": config.top_p,
         "kv_cache_bytes": cache,
         "memory_share": share,

@@ -30,6 +30,7 @@ class VllmSettings(TypedDict):
     dtype: of weights and computation, such as "bfloat16"; it must be that of the weights that are sent.
     max_model_len: longest prompt and response together, in tokens.
     max_num_seqs: completions that are decoded side by side.
+    max_num_batched_tokens: that it works on at one time; on the CPU at least max_model_len.
     top_p: that of the run; below 1, only temperatures 0 and 1 can be served (see `VllmEngine.generate`).
     kv_cache_bytes: for keys and values; None: what `memory_share` leaves. Needed on the CPU.
     memory_share: of the whole card, for weights, work, keys and values; CUDA itself and graphs come on top.
@@ -42,6 +43,7 @@ class VllmSettings(TypedDict):
     dtype: str
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     top_p: float
     kv_cache_bytes: int | None
     memory_share: float
@@ -69,7 +71,6 @@ class VllmEngine:
         self.awake = set(TAGS)
         self.verified = self.fresh = False
         self.verify_seconds = 0.0
-        self._pinned: Tensor | None = None
         self._places = self._apply(places)
         self._check_own_memory()
 
@@ -89,6 +90,8 @@ class VllmEngine:
             raise Refusal(f"There is no {tag!r} to wake; there are {' and '.join(TAGS)}.")
         if tag in self.awake:
             return
+        if "weights" not in self.awake | {tag}:
+            raise Refusal('Wake "weights" before "kv_cache": a load may need room that keys and values would take.')
         if self.card:
             self.llm.wake_up([tag])
         self.awake.add(tag)
@@ -98,7 +101,6 @@ class VllmEngine:
         if "weights" not in self.awake:
             raise Refusal('The engine is asleep; wake "weights" before a load, so that there is room for them.')
         self.verified = self.fresh = False
-        self._pin(buffer)
         weights = views(slots, buffer)
         reload = (lambda fitting: versions.reload(self.llm, fitting)) if self.rounds else None
         self._apply(lambda model: load(model, slots, weights, reload))
@@ -163,6 +165,7 @@ class VllmEngine:
             return
         self.awake, self.verified, self.fresh = set(), False, False
         if self.card:
+            torch.cuda.synchronize()  # 0.24 does not wait for a batch that has been started beyond the last stop
             self.llm.sleep(level=level)
         else:
             print(f"Sleep level {level} exists on a card only; this engine keeps its memory.", flush=True)
@@ -177,9 +180,6 @@ class VllmEngine:
     def close(self) -> None:
         """See `WorkerEngine.close`."""
         versions.shut_down(self.llm)
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
 
     def _make(self, settings: VllmSettings) -> tuple[Any, Any]:
         """The module and its `LLM`; nothing of it is imported before."""
@@ -206,7 +206,7 @@ class VllmEngine:
             enable_sleep_mode=self.card,  # refused on the CPU
             # A seeded request whose prompt is cut in pieces ends vLLM on the CPU: its generators cannot be wound back.
             enable_chunked_prefill=self.card,
-            max_num_batched_tokens=None if self.card else max(4096, settings["max_model_len"]),
+            max_num_batched_tokens=settings["max_num_batched_tokens"],
             # raw ones are taken before the temperature, processed ones after top-p
             logprobs_mode="processed_logprobs" if settings["top_p"] == 1 else "raw_logprobs",
         )
@@ -214,16 +214,6 @@ class VllmEngine:
 
     def _apply(self, function: Callable[[nn.Module], Any]) -> Any:
         return self.llm.apply_model(function)[0]
-
-    def _pin(self, buffer: Tensor) -> None:
-        """Lock the channel's memory where it lies, so that a card reads it at full speed; slower without."""
-        if not self.card or self._pinned is not None:
-            return
-        fault = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        if int(fault):
-            print(f"The weight channel could not be pinned (CUDA error {int(fault)}); loads are slower.", flush=True)
-            return
-        self._pinned = buffer
 
     def _check_own_memory(self) -> None:
         self._apply(lambda model: check_own_memory(model, self._places))

@@ -7,6 +7,8 @@ Pythons run this file; the worker needs torch and the standard library alone for
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import math
 import mmap
@@ -70,6 +72,23 @@ def views(slots: Sequence[Slot], buffer: Tensor) -> dict[str, Tensor]:
 def attach(descriptor: int) -> Tensor:
     """Map the channel behind an inherited descriptor, which may be closed afterwards: uint8 [size], shared."""
     return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+
+
+def attach_to_read(descriptor: int) -> Tensor:
+    """The worker's side: as `attach`, but pinned where there is a card, and sealed. The weights may be the trainer's
+    own, so a write to them ends this process at once.
+    """
+    buffer = attach(descriptor)
+    if torch.cuda.is_available():
+        fault = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if fault:
+            print(f"The weight channel could not be pinned (CUDA error {fault}); loads are slower.", flush=True)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA keeps the refusal as its last error: let this kernel raise it
+    address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
+    if ctypes.CDLL(None, use_errno=True).mprotect(address, size, mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), "the weight channel could not be sealed")
+    return buffer
 
 
 class WeightChannel:

@@ -90,10 +90,10 @@ def main() -> None:
     faulthandler.enable()  # a crash in native code leaves its stack in the log
 
     from a5lib.rollouts.protocol import Connection  # not before the guard, which is to stay small
-    from a5lib.rollouts.weight_channel import attach
+    from a5lib.rollouts.weight_channel import attach_to_read
     from a5lib.rollouts.worker_loop import WorkerLoop
 
-    buffer = attach(options.weights)
+    buffer = attach_to_read(options.weights)
     os.close(options.weights)
     connection = Connection(socket.socket(fileno=options.connection))
     WorkerLoop(connection, buffer, lambda settings: load_engine(options.engine)(settings)).serve()
