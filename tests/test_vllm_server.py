@@ -128,26 +128,29 @@ def test_no_more_is_asked_for_at_a_time_than_was_said(server):
 # --- a server that is not as it should be
 
 
-def sentence(backend, call=None):
-    """What is said, with the command at its end; afterwards there is no generation without a sync."""
+def sentence(backend, call=None, *, start=False):
+    """What is said; how the server is to be started stands at its end where that is the remedy. Afterwards there is no
+    generation without a sync.
+    """
     with pytest.raises(ServerError) as caught:
         (call or backend.start)()
-    said, _, command = str(caught.value).partition(" Start it with: ")
-    assert said.startswith(f"The vLLM server at {backend.url} ") and "\n" not in said
-    assert command == backend.command
+    said, beginning = str(caught.value), f"The vLLM server at {backend.url} "
+    end = f" Start it with: {backend.command}" if start else " Look for the cause in what it printed last, then start "
+    end += "" if start else "again (a run: with --resume)."
+    assert said.startswith(beginning) and said.endswith(end) and "\n" not in said
     with pytest.raises(RuntimeError, match=r"before sync\(\)"):
         generate(backend)
-    return said.removeprefix(f"The vLLM server at {backend.url} ")
+    return said.removeprefix(beginning).removesuffix(end)
 
 
 def test_no_server(server, backend):
     server.close()
-    assert sentence(backend) == "is not there."
+    assert sentence(backend, start=True) == "is not there."
 
 
 def test_another_program_at_the_port(server, backend):
     server.faults["a5_facts"] = (404, b"<html>no such page</html>")
-    assert sentence(backend) == "is no vLLM server, or one without VLLM_SERVER_DEV_MODE=1."
+    assert sentence(backend, start=True) == "is no vLLM server, or one without VLLM_SERVER_DEV_MODE=1."
     listener = socket.create_server(("127.0.0.1", 0))
     other = VllmServer(
         weights().items(), ByteTokenizer(), f"http://127.0.0.1:{listener.getsockname()[1]}", model="m",
@@ -166,7 +169,7 @@ def test_another_program_at_the_port(server, backend):
 def test_a_server_without_the_worker(server, backend):
     message = "Call to collective_rpc method failed: 'Worker' object has no attribute 'a5_facts'"
     server.faults["a5_facts"] = (500, {"error": {"message": message, "code": 500}})
-    assert sentence(backend) == f"was started without --worker-extension-cls {versions.SERVER_WORKER}."
+    assert sentence(backend, start=True) == f"was started without --worker-extension-cls {versions.SERVER_WORKER}."
 
 
 @pytest.mark.parametrize(
@@ -185,21 +188,21 @@ def test_a_server_without_the_worker(server, backend):
 )
 def test_a_server_that_was_started_otherwise(server, backend, facts, said):
     server.facts |= facts
-    assert sentence(backend) == said
-    assert sentence(backend, lambda: backend.sync(weights().items(), 0)) == said
+    assert sentence(backend, start=True) == said
+    assert sentence(backend, lambda: backend.sync(weights().items(), 0), start=True) == said
     assert set(server.log) == {"a5_facts"}, "nothing was sent"
 
 
 def test_a_worker_of_another_version(server, backend):
     del server.facts["cards"]
-    assert sentence(backend) == "runs another version of a5lib's worker."
+    assert sentence(backend, start=True) == "runs another version of a5lib's worker."
     server.faults["a5_facts"] = {"results": [{}, {}]}
-    assert sentence(backend) == "gave no single answer to a5_facts; it must run on one card."
+    assert sentence(backend, start=True) == "gave no single answer to a5_facts; it must run on one card."
 
 
 def test_raw_log_probs_are_wanted_where_top_p_is_below_1(server):
     backend = backend_of(server, top_p=0.9)
-    assert sentence(backend).endswith("'processed_logprobs' and not 'raw_logprobs'.")
+    assert sentence(backend, start=True).endswith("'processed_logprobs' and not 'raw_logprobs'.")
     server.facts["logprobs_mode"] = "raw_logprobs"
     backend.sync(weights().items(), 0)
     assert len(generate(backend, top_p=0.9)) == 4
@@ -274,7 +277,7 @@ def choice(**changes):
         (choice(token_ids=[65, 66]), "gave 1 log-probabilities for 2 tokens, and the finish reason 'stop'."),
         (choice(token_ids=[], logprobs={"token_logprobs": []}), "gave 0 log-probabilities for 0 tokens"),
         (choice(finish_reason="abort"), "and the finish reason 'abort'."),
-        ("break", "broke off /v1/completions (RemoteDisconnected); see what it printed last."),
+        ("break", "broke off /v1/completions (RemoteDisconnected)."),
         ("hang", "gave no answer to /v1/completions for 0.5 s."),
     ],
 )
@@ -302,7 +305,8 @@ def test_a_server_that_dies_at_work(server, backend):
     killer = threading.Thread(target=lambda: (server.at_work.wait(), server.close()))
     server.complete = lambda body: (server.at_work.set(), server.gone.wait(), None)[-1]
     killer.start()
-    assert sentence(backend, lambda: generate(backend)).startswith(("broke off /v1/completions", "is not there"))
+    with pytest.raises(ServerError, match="broke off /v1/completions|is not there"):
+        generate(backend)
     killer.join()
 
 

@@ -41,7 +41,7 @@ SECONDS = {"ask": 60.0, "load": 300.0, "generate": 900.0}
 
 
 class ServerError(UserError):
-    """The server is not there, was started otherwise, or failed; says how to start it."""
+    """The server is not there, was started otherwise, or failed; says how to start it where that helps."""
 
 
 class VllmServer:
@@ -119,9 +119,11 @@ class VllmServer:
         self.facts = facts = self._facts()
         for name, value in self.wanted.items():
             if facts[name] != value:
-                raise self._failure(f"was started with the {name} {facts[name]!r} and not {value!r}")
+                raise self._failure(f"was started with the {name} {facts[name]!r} and not {value!r}", start=True)
         if facts["max_model_len"] < self.max_model_len:
-            raise self._failure(f"takes {facts['max_model_len']} tokens, and this run has up to {self.max_model_len}")
+            raise self._failure(
+                f"takes {facts['max_model_len']} tokens, and this run has up to {self.max_model_len}", start=True
+            )
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], step: int) -> None:
         """See `RolloutBackend.sync`. What the server is generating for others is aborted.
@@ -220,7 +222,7 @@ class VllmServer:
         """What `ServerWorker.a5_facts` gives."""
         facts = self._ask("a5_facts")
         if not isinstance(facts, dict) or not {*self.wanted, *FACTS} <= facts.keys():
-            raise self._failure("runs another version of a5lib's worker")
+            raise self._failure("runs another version of a5lib's worker", start=True)
         return facts
 
     def _complete(self, requests: list[dict[str, Any]], progress: Callable[[int], object] | None) -> list[Any]:
@@ -269,7 +271,7 @@ class VllmServer:
         try:
             (result,) = answer["results"]
         except (KeyError, TypeError, ValueError):
-            raise self._failure(f"gave no single answer to {method}; it must run on one card") from None
+            raise self._failure(f"gave no single answer to {method}; it must run on one card", start=True) from None
         return result
 
     def _post(self, path: str, body: Any = None, what: str = "ask") -> Any:
@@ -290,9 +292,9 @@ class VllmServer:
         except TimeoutError:
             raise self._failure(f"gave no answer to {name} for {self.seconds[what]:g} s") from None
         except ConnectionRefusedError:
-            raise self._failure("is not there") from None
+            raise self._failure("is not there", start=True) from None
         except (OSError, http.client.HTTPException) as error:
-            raise self._failure(f"broke off {name} ({type(error).__name__}); see what it printed last") from error
+            raise self._failure(f"broke off {name} ({type(error).__name__})") from error
         finally:
             if end is not None:
                 self._open.discard(end)
@@ -302,24 +304,28 @@ class VllmServer:
         except ValueError:
             result = content[:60].decode(errors="replace")
         if status != 200:
-            raise self._failure(_refused(name, status, result))
+            what, start = _refused(name, status, result)
+            raise self._failure(what, start=start)
         return result
 
-    def _failure(self, what: str) -> ServerError:
-        """The error that says what the server did: "The vLLM server at ..."."""
+    def _failure(self, what: str, *, start: bool = False) -> ServerError:
+        """The error that says what the server did: "The vLLM server at ...", and how to start it where that helps."""
         self.synced_step = None
-        return ServerError(f"The vLLM server at {self.url} {what}. Start it with: {self.command}")
+        remedy = "Look for the cause in what it printed last, then start again (a run: with --resume)."
+        return ServerError(
+            f"The vLLM server at {self.url} {what}. {f'Start it with: {self.command}' if start else remedy}"
+        )
 
 
-def _refused(path: str, status: int, result: Any) -> str:
-    """What an answer other than 200 means."""
+def _refused(path: str, status: int, result: Any) -> tuple[str, bool]:
+    """What an answer other than 200 means, and whether another start of the server is the remedy."""
     if path == "/collective_rpc" and status == 404:
-        return "is no vLLM server, or one without VLLM_SERVER_DEV_MODE=1"
+        return "is no vLLM server, or one without VLLM_SERVER_DEV_MODE=1", True
     error = result.get("error", result.get("detail", result)) if isinstance(result, dict) else result
     message = str(error.get("message", error) if isinstance(error, dict) else error).rstrip(".")
     if "has no attribute 'a5_" in message:
-        return f"was started without --worker-extension-cls {SERVER_WORKER}"
-    return f"answered {path} with HTTP {status}: {message}"
+        return f"was started without --worker-extension-cls {SERVER_WORKER}", True
+    return f"answered {path} with HTTP {status}: {message}", False
 
 
 def serve_command(
