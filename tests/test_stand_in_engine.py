@@ -28,7 +28,7 @@ def toy():
 def settings(model, **more):
     return {
         "model": model.config.name_or_path, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "top_p": 1.0,
-        "kv_cache_bytes": 2**24, "memory_share": 0.2, "eager": True, "trust_remote_code": False,
+        "kv_cache_bytes": 2**24, "memory_share": 0.2, "trust_remote_code": False,
         "quantization": "none", **more,
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from tests.helpers import tiny_tokenizer
 VOCABULARY = 260  # as many as the tokenizer has and two; the engine holds 320 rows
 SETTINGS = {
     "model": "folder", "dtype": "float32", "max_model_len": 5000, "max_num_seqs": 8, "max_num_batched_tokens": 5000,
-    "top_p": 1.0, "kv_cache_bytes": 2**20, "memory_share": 0.5, "eager": False, "trust_remote_code": False,
+    "top_p": 1.0, "kv_cache_bytes": 2**20, "memory_share": 0.5, "trust_remote_code": False,
     "quantization": "none",
 }  # fmt: skip
 

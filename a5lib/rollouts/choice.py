@@ -136,16 +136,16 @@ def make_backend(
 
 def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.device, plan: Plan) -> VllmSettings:
     """What a run's vLLM is made with; on a card its memory is what the plan gives it in the phase "generate"."""
-    share, cache = MOST_OF_A_CARD, 0
     on_card = device.type == "cuda"
     if on_card:
         # what it takes asleep comes on top: it is there before vLLM looks at what is free
         parts = {name: size for name, size in plan.card["generate"].items() if name.startswith("vLLM's")}
         cache = parts["vLLM's keys and values"]
-        share = min(share, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
+        share = min(MOST_OF_A_CARD, sum(parts.values()) / torch.cuda.get_device_properties(device).total_memory)
     else:
         rows = min(config.generation_batch_size, ROWS_ON_CPU)
         cache = vllm_cache(ModelShape.of(model.config), plan.longest, rows, model.dtype.itemsize)
+        share = MOST_OF_A_CARD  # a number that vLLM takes; without a card it counts the bytes above alone
     return {
         "model": str(model.config.name_or_path),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -156,7 +156,6 @@ def vllm_settings(config: ResolvedConfig, model: PreTrainedModel, device: torch.
         "top_p": config.top_p,
         "kv_cache_bytes": cache,
         "memory_share": share,
-        "eager": False,
         "trust_remote_code": config.trust_remote_code,
         "quantization": config.rollout_quantization,
     }

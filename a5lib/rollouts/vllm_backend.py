@@ -31,7 +31,6 @@ from a5lib.rollouts.worker_process import WorkerError, WorkerProcess
 
 ENGINE = "a5lib.rollouts.vllm_engine:VllmEngine"
 LOG_FILE = "vllm-worker.log"
-KEPT_ASLEEP = VLLM_ASLEEP  # of the card, at most: the worker's CUDA context, graphs and libraries
 
 # The longest time in seconds that the worker may be silent at each request. Starting includes compilation.
 SECONDS = {"hello": 900.0, "wake": 60.0, "load": 300.0, "reset_prefix_cache": 60.0, "generate": 900.0, "sleep": 60.0,
@@ -257,10 +256,10 @@ class VllmColocated:
         self._awake, self.synced_step = False, None
         self.memory = self._ask("memory")
         now = self.memory.get("card_free")
-        if self._free is not None and now is not None and self._free - now > KEPT_ASLEEP:
+        if self._free is not None and now is not None and self._free - now > VLLM_ASLEEP:
             raise self._failure(
                 f"sleeps, but {(self._free - now) / GIB:.2f} GiB less of the card are free than before it started "
-                f"(at most {KEPT_ASLEEP / GIB:.2f} are expected)"
+                f"(at most {VLLM_ASLEEP / GIB:.2f} are expected)"
             )
 
     def _ask(self, method: str, progress: Callable[[int], object] | None = None, **arguments: Any) -> Any:

@@ -32,9 +32,8 @@ class VllmSettings(TypedDict):
     max_num_seqs: completions that are decoded side by side.
     max_num_batched_tokens: that it works on at one time; on the CPU at least max_model_len.
     top_p: that of the run; below 1, only temperatures 0 and 1 can be served (see `VllmEngine.generate`).
-    kv_cache_bytes: for keys and values; None: what `memory_share` leaves. Needed on the CPU.
+    kv_cache_bytes: for keys and values.
     memory_share: of the whole card, for weights, work, keys and values; CUDA itself and graphs come on top.
-    eager: compute without compiling and without recorded graphs; always so on the CPU.
     trust_remote_code: run the model folder's own Python code.
     quantization: "fp8": linear weights in eight bits, rounded anew at each load; "none": as they are sent.
     """
@@ -45,9 +44,8 @@ class VllmSettings(TypedDict):
     max_num_seqs: int
     max_num_batched_tokens: int
     top_p: float
-    kv_cache_bytes: int | None
+    kv_cache_bytes: int
     memory_share: float
-    eager: bool
     trust_remote_code: bool
     quantization: str
 
@@ -198,7 +196,7 @@ class VllmEngine:
             max_num_seqs=settings["max_num_seqs"],
             kv_cache_memory_bytes=settings["kv_cache_bytes"],
             gpu_memory_utilization=settings["memory_share"],
-            enforce_eager=settings["eager"] or not self.card,
+            enforce_eager=not self.card,  # on a card it compiles, and records graphs
             trust_remote_code=settings["trust_remote_code"],
             quantization=versions.FP8_ROWS if self.rounds else None,
             load_format="dummy",  # a forgotten load then shows at once; a checkpoint would pass for trained weights

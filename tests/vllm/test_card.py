@@ -14,9 +14,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from a5lib.engines.plan import VLLM_ASLEEP
 from a5lib.models import TOY_MODEL_DIR, load_policy
 from a5lib.records import Completion
-from a5lib.rollouts.vllm_backend import KEPT_ASLEEP, VllmColocated
+from a5lib.rollouts.vllm_backend import VllmColocated
 from a5lib.rollouts.worker_process import group_members
 from tests.vllm.test_real_engine import STOP, Pair, perturb, prompts, reference_log_probs, settings
 
@@ -49,7 +50,6 @@ def toy(free_before: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     total = torch.cuda.get_device_properties(0).total_memory
     share = settings(
         TOY_MODEL_DIR, dtype="bfloat16", max_model_len=256, kv_cache_bytes=2 * GIB, memory_share=4 * GIB / total,
-        eager=False,
     )  # fmt: skip
     with VllmColocated(
         model.named_parameters(), share, tmp_path_factory.mktemp("card"), python=PYTHON, device=torch.device("cuda", 0)
@@ -99,7 +99,7 @@ def test_V05_the_card_is_free_while_the_engine_sleeps(toy: Pair, prompts: list[l
     toy.sync()
     assert free_before - card_free() > 2 * GIB, "the cache of the engine that is awake"
     toy.vllm.release()
-    assert free_before - card_free() < KEPT_ASLEEP
+    assert free_before - card_free() < VLLM_ASLEEP
     ballast = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
     del ballast  # torch keeps its memory until the engine wakes
     toy.sync()

@@ -35,7 +35,7 @@ def settings(model: str | Path, **changes: Any) -> dict[str, Any]:
     return {
         "model": str(model), "dtype": "float32", "max_model_len": 160, "max_num_seqs": 64,
         "max_num_batched_tokens": 4096, "top_p": 1.0,
-        "kv_cache_bytes": 2**28, "memory_share": 0.5, "eager": True, "trust_remote_code": False,
+        "kv_cache_bytes": 2**28, "memory_share": 0.5, "trust_remote_code": False,
         "quantization": "none",
     } | changes  # fmt: skip
 
