@@ -81,7 +81,8 @@ def completion_seed(seed: int, prompt: int, completion: int) -> int:
 
 
 def check_lengths(prompts: Sequence[list[int]], max_tokens: int, context: int) -> None:
-    """Refuse prompts that leave no room for `max_tokens` in a context of so many tokens, before any work.
+    """Refuse prompts that leave no room for `max_tokens` in a context of so many tokens, the model's or the one that
+    vLLM was started with, before any work.
 
     Raises:
         UserError: a prompt is empty or too long; it names the prompts by number, from 0.
@@ -98,9 +99,9 @@ def check_lengths(prompts: Sequence[list[int]], max_tokens: int, context: int) -
     what = f"{len(long)} prompt(s), number {numbers}, do not fit:"
     if longest >= context:
         raise UserError(
-            f"{what} prompt {worst} has {longest} tokens and the model's context is {context}; shorten the prompts."
+            f"{what} prompt {worst} has {longest} tokens and the context is {context}; shorten the prompts."
         )
     raise UserError(
-        f"{what} up to {longest} prompt tokens and --max-tokens {max_tokens} exceed the model's context of {context}; "
+        f"{what} up to {longest} prompt tokens and --max-tokens {max_tokens} exceed the context of {context}; "
         f"use --max-tokens {context - longest} or fewer, or shorter prompts."
     )
