@@ -60,7 +60,10 @@ def test_the_plan_knows_vllm_and_that_its_rollouts_are_scored():
     made = plan(CARD, vram_budget=24, generation_backend="vllm-colocated")
     assert "vLLM's keys and values" in made.card["generate"] and "keys and values" not in made.card["generate"]
     assert made.card["score"] != made.card["load"], "the mismatch needs the trainer's log-probabilities"
-    assert not [name for name in plan(generation_backend="vllm-colocated").card["generate"] if "vLLM" in name]
+    on_cpu = plan(generation_backend="vllm-colocated")
+    assert not [name for name in on_cpu.card["generate"] if "vLLM" in name]
+    assert on_cpu.host["weights for vLLM"] > 0 and made.host["weights for vLLM"] > 0, "the weight channel"
+    assert "weights for vLLM" not in plan().host
     with pytest.raises(UserError, match=r"phase 'generate'.* use --generation-batch-size \d+, "):
         plan(CARD, vram_budget=6.5, generation_backend="vllm-colocated")
 

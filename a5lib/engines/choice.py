@@ -43,15 +43,16 @@ def plan_run(
     """
     on_card = device.type == "cuda"
     decoded = config.generation_batch_size if on_card else 0
+    served = decoded if config.generation_backend == "vllm-colocated" else 0
     size = UpdateSize(
         sequences=config.train_batch_size,
         longest=longest_prompt + config.max_tokens - 1,  # the last token is a label only
         response=config.max_tokens,
         scored=config.rollout_batch_size if config.scores else 0,
         decoded=decoded if config.generation_backend == "transformers" else 0,
-        served=decoded if config.generation_backend == "vllm-colocated" else 0,
+        served=served,
         eight_bits=config.rollout_quantization == "fp8",
-        sent=config.generation_backend == "vllm-server",
+        sent=config.generation_backend != "transformers" and not served,
         group=config.group_size,
     )
     engine = config.engine

@@ -67,7 +67,7 @@ class UpdateSize:
         decoded: rows that transformers decodes side by side on this card; 0 where generation has its own memory.
         served: rows that vLLM decodes side by side on this card, in turns with the trainer; 0 without it.
         eight_bits: whether vLLM keeps the matrices of its layers in eight bits.
-        sent: whether the weights go to a vLLM that has a card of its own.
+        sent: whether the weights go to a vLLM that is not on this card.
         group: rows that share a prompt.
     """
 
