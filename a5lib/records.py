@@ -95,7 +95,7 @@ METRICS: dict[str, str] = {
     "exp(d) - 1 - d, with d = current minus sampling log-probability.",
     "mismatch_mean": "Mean over trained response tokens of the absolute difference between the trainer's "
     "log-probability before the first update and that of generation, in nats; this and the next three only with vLLM "
-    "or `--mismatch-correction tis`.",
+    "or `--mismatch-correction tis`, and where a response was trained on.",
     "mismatch_max": "The largest such difference.",
     "mismatch_ess": "Effective sample size of the weights w = exp(trainer - generation): (sum w)^2 / sum w^2, divided "
     "by the number of tokens; 1 where both agree.",

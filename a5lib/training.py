@@ -249,7 +249,7 @@ def train(
                         mismatch_metrics = mismatch(*both)
                         if config.mismatch_correction == "tis":
                             batch["loss_weights"] = truncated_importance_weights(*both)
-                        if jump := watch.jump(mismatch_metrics["mismatch_mean"]):
+                        if mismatch_metrics and (jump := watch.jump(mismatch_metrics["mismatch_mean"])):
                             say(f"Step {step}: {jump}")
 
                 updates = []

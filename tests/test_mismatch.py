@@ -25,7 +25,7 @@ def test_mean_max_and_effective_sample_size_by_hand():
 def test_equal_engines_and_empty_batches():
     agree = {"mismatch_mean": 0.0, "mismatch_max": 0.0, "mismatch_ess": 1.0, "mismatch_capped": 0.0}
     assert mismatch(ENGINE, ENGINE, MASK) == agree
-    assert mismatch(ENGINE, TRAINER, torch.zeros_like(MASK)) == agree
+    assert mismatch(ENGINE, TRAINER, torch.zeros_like(MASK)) == {}, "nothing was compared"
 
 
 def test_masked_positions_count_for_nothing_even_where_they_are_not_finite():

@@ -191,6 +191,21 @@ def test_an_engine_that_does_not_start_is_said_before_any_work(fake: Path, tmp_p
     assert resume(tmp_path / "run", num_steps=0).finished
 
 
+def test_a_batch_without_a_trained_row_has_no_mismatch_and_none_that_is_usual(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every response gets the same reward, so no row has an advantage and none is scored."""
+    for name in training.REWARD_FUNCTIONS:
+        nothing = dict.fromkeys(("reward", "format_reward", "answer_reward"), 0.0)
+        monkeypatch.setitem(training.REWARD_FUNCTIONS, name, lambda text, answer: nothing)
+    watched: list[float] = []
+    monkeypatch.setattr(training.MismatchWatch, "jump", lambda watch, mean: watched.append(mean))
+    run(tmp_path / "run", num_steps=1, mismatch_correction="tis")
+    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert line["zero_variance_groups"] == 1 and watched == []
+    assert set(line) == {name for name in METRICS if not name.startswith("mismatch")}
+
+
 def test_a_mismatch_that_jumps_is_said_and_weighed_by_hand(fake: Path, tmp_path: Path) -> None:
     """The engine reports every log-probability 0.5 too low in step 2: each weight is exp(0.5)."""
 
