@@ -119,9 +119,10 @@ METRICS: dict[str, str] = {
     "drifted_share": "Share of responses whose text, encoded again, gives other tokens than were sampled.",
     "phantom_tokens": "Sampled token ids that the tokenizer does not know.",
     "generated_tokens": "Response tokens sampled in this rollout batch.",
-    "generation_tokens_per_second": "Response tokens sampled per second of generation.",
+    "generation_tokens_per_second": "Response tokens sampled per second of `seconds_generate`.",
     "update_tokens_per_second": "Prompt and response tokens of trained sequences per second of scoring and updating.",
-    "seconds_generate": "Seconds spent generating.",
+    "seconds_generate": "Seconds spent generating; with vLLM the hand-over as well: the weights' way to it, their "
+    "verification, waking and sleep.",
     "seconds_reward": "Seconds spent grading.",
     "seconds_score": "Seconds spent scoring old log-probabilities.",
     "seconds_update": "Seconds spent in forward, backward and optimizer.",
