@@ -3,8 +3,8 @@
 A cycle is one rollout batch of the loop, with the loop's own engine, backend and batch. Every backend gets the same
 prompts and takes the same update. Rewards are made up, right and wrong in turns, so that every response has a gradient;
 the learning rate is so small that what the model says stays as it is. `vllm-alone` is the worker by itself: it never
-sleeps, there is no trainer, and all memory of the budget is its own. Each finished piece of work is a line of
-rows.jsonl; `cycle_views.py` reads them.
+sleeps, nothing is trained, and all memory of the budget is its own but for the trainer's CUDA context. Each finished
+piece of work is a line of rows.jsonl; `cycle_views.py` reads them.
 
     leave              the trainer frees the card
     write              weights into shared memory and their checksums, on the trainer's side
@@ -46,7 +46,6 @@ from a5lib.course.exercises import require_for_training
 from a5lib.cycle_views import Backend, Row, checks, newest, sheets
 from a5lib.engines import Engine
 from a5lib.engines.choice import make_engine, plan_run
-from a5lib.engines.plan import CONTEXT, GIB
 from a5lib.errors import UserError
 from a5lib.models import encode_prompt, load_config, load_policy, load_tokenizer, policy_device, select_dtype
 from a5lib.probe import held_to
@@ -100,9 +99,8 @@ class Setting:
         )  # fmt: skip
         if backend != "vllm-alone":
             return config
-        # This engine leaves the card to vLLM altogether; here not even the trainer's context is on it.
-        budget = None if self.vram_budget is None else self.vram_budget + CONTEXT / GIB
-        return replace(config, engine="layer_major", vram_budget=budget)
+        # In the plan of this engine vLLM gets all but the trainer's CUDA context. That is there: checksums need it.
+        return replace(config, engine="layer_major")
 
     def command(self, backend: Backend, cycles: int) -> str:
         """What measures this backend again; the path of the Python that has vLLM is nobody else's."""

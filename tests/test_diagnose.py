@@ -24,7 +24,7 @@ from a5lib.bench_update import written
 from a5lib.course import load_algo
 from a5lib.cycle_views import PHASES, WORK, Backend, checks, growth, newest, sheets
 from a5lib.diagnose import Setting, diagnose_backend, made_up_advantages
-from a5lib.engines.plan import CONTEXT, GIB
+from a5lib.engines.plan import GIB
 from a5lib.engines.resident import ResidentEngine
 from a5lib.errors import UserError
 from a5lib.rollouts import vllm_backend
@@ -243,11 +243,11 @@ def test_made_up_rewards_give_every_response_a_gradient() -> None:
     assert len(advantages) == 8 and (advantages != 0).all() and advantages.sum() == pytest.approx(0, abs=1e-5)
 
 
-def test_alone_vllm_gets_the_whole_budget_and_what_the_trainers_context_would_take() -> None:
+def test_alone_vllm_gets_what_the_layer_major_engine_leaves_it_and_the_trainers_context_stays() -> None:
     setting = Setting(model="olmo2-1b", vram_budget=16.0)
     assert setting.config("vllm-colocated").vram_budget == 16.0
     alone = setting.config("vllm-alone")
-    assert (alone.vram_budget, alone.engine) == (16.0 + CONTEXT / GIB, "layer_major")
+    assert (alone.vram_budget, alone.engine) == (16.0, "layer_major")
 
 
 @pytest.mark.parametrize(
