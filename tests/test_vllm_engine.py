@@ -73,6 +73,9 @@ class Model(nn.Module):
         self.layer = nn.Module()
         self.layer.qkv_proj = linear([8, 4, 4], 8)
         self.layer.gate_up_proj = linear([6, 6], 8)
+        self.layer.register_buffer("_k_scale", torch.ones(()))
+        self.rotary_emb = nn.Module()
+        self.rotary_emb.register_buffer("cos_sin_cache", torch.arange(12.0).bfloat16().view(3, 4), persistent=False)
         self.norm = nn.LayerNorm(8, bias=False)
         self.lm_head = self.embed_tokens if tied else Vocabulary(8)
         self.skips, self.old_scales = set(), set()
@@ -341,6 +344,11 @@ def copy_of(parameter):
         ),
         (lambda m: setattr(m.norm, "weight", nn.Parameter(torch.empty(0))), "left norm.weight empty"),
         (lambda m: setattr(m.norm, "weight", copy_of(m.norm.weight)), "moved norm.weight"),
+        (
+            lambda m: m.rotary_emb.cos_sin_cache[2, 1].add_(1),
+            r"changed or lost rotary_emb\.cos_sin_cache; a buffer comes with no load\.",
+        ),
+        (lambda m: delattr(m.layer, "_k_scale"), r"changed or lost layer\._k_scale;"),
     ],
 )
 def test_weights_that_are_not_what_the_engine_computes_with_are_found(fault, sentence) -> None:
@@ -348,6 +356,19 @@ def test_weights_that_are_not_what_the_engine_computes_with_are_found(fault, sen
     fault(Llm.made.model)
     with pytest.raises(RuntimeError, match=sentence):
         load(engine, trained())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", {"full_attention": "dynamic"}])
+def test_positions_whose_table_depends_on_the_length_may_change(kind, monkeypatch) -> None:
+    monkeypatch.setattr(nn.Module, "rope_type", "default", raising=False)
+    engine = VllmEngine(SETTINGS)
+    Llm.made.model.rotary_emb.cos_sin_cache.zero_()
+    with pytest.raises(RuntimeError, match="changed or lost"):
+        load(engine, trained())
+    monkeypatch.setattr(nn.Module, "rope_type", kind)
+    engine = VllmEngine(SETTINGS)
+    Llm.made.model.rotary_emb.cos_sin_cache.zero_()
+    assert load(engine, trained()) == []
 
 
 def test_packing_is_switched_off_before_the_model_is_made(vllm) -> None:

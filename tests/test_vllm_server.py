@@ -379,6 +379,7 @@ class Model(nn.Module):
         super().__init__()
         for name, weight in weights().items():
             self.add(name.split("."), torch.zeros_like(weight))
+        self.register_buffer("table", torch.arange(4.0))
         self.fault = None
 
     def add(self, path, weight):
@@ -394,6 +395,8 @@ class Model(nn.Module):
             self.get_parameter(name).copy_(weight)
         if self.fault == "moved":
             self.get_submodule("model.norm").weight = nn.Parameter(torch.ones(8))
+        if self.fault == "changed":
+            self.table[1] = 0
 
 
 @pytest.fixture
@@ -448,12 +451,15 @@ def test_the_worker_reads_the_channel_and_says_what_the_engine_holds(channel, mo
     assert differences(channel.slots, sent, [Held(*row) for row in rows]) == ["model.norm.weight has other values"]
 
 
-def test_a_load_that_moves_a_parameter_is_a_fault_and_has_no_stamp(channel):
+@pytest.mark.parametrize(
+    ("fault", "said"), [("moved", r"moved model\.norm\.weight; recorded"), ("changed", "changed or lost table;")]
+)
+def test_a_load_that_moves_a_parameter_or_changes_a_buffer_is_a_fault_and_has_no_stamp(channel, fault, said):
     model = Model()
     receiver = Receiver(model)
     receiver.receive(path_of(channel), fields(channel), "first")
-    model.fault = "moved"
-    with pytest.raises(RuntimeError, match=r"vLLM moved model\.norm\.weight; recorded"):
+    model.fault = fault
+    with pytest.raises(RuntimeError, match=f"vLLM {said}"):
         receiver.receive(path_of(channel), fields(channel), "second")
     assert receiver.stamp == ""
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from a5lib.rollouts import vllm_versions as versions
-from a5lib.rollouts.checksums import Held, and_others, checksum, differences
+from a5lib.rollouts.checksums import Held, and_others, checksum, checksums, differences
 from a5lib.rollouts.fp8 import as_sent
 from a5lib.rollouts.protocol import Refusal
 from a5lib.rollouts.weight_channel import Slot, views
@@ -69,7 +69,7 @@ class VllmEngine:
         self.awake = set(TAGS)
         self.verified = self.fresh = False
         self.verify_seconds = 0.0
-        self._places = self._apply(places)
+        self._own = self._apply(own_memory)
         self._check_own_memory()
 
     def facts(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class VllmEngine:
         return self.llm.apply_model(function)[0]
 
     def _check_own_memory(self) -> None:
-        self._apply(lambda model: check_own_memory(model, self._places))
+        self._apply(lambda model: check_own_memory(model, self._own))
 
     def _check_ready(self, temperature: float, top_p: float) -> None:
         if not self.verified:
@@ -269,29 +269,44 @@ def response_text(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> st
     return text[: min(ends)] if ends else text
 
 
-def places(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Address and size of every parameter."""
-    return {name: (p.data_ptr(), p.numel()) for name, p in model.named_parameters(remove_duplicate=False)}
+class OwnMemory(NamedTuple):
+    """What vLLM computes with, by name.
+
+    places: address and size of every parameter.
+    constants: checksum of every buffer that stays as it is (see `vllm_versions.constants`).
+    """
+
+    places: dict[str, tuple[int, int]]
+    constants: dict[str, int]
 
 
-def check_own_memory(model: nn.Module, before: dict[str, tuple[int, int]]) -> None:
-    """See that vLLM computes with the memory that is read back: with its parameters, where they have always been.
+def own_memory(model: nn.Module) -> OwnMemory:
+    """That of a model which is awake."""
+    places = {name: (p.data_ptr(), p.numel()) for name, p in model.named_parameters(remove_duplicate=False)}
+    return OwnMemory(places, checksums(versions.constants(model)))
+
+
+def check_own_memory(model: nn.Module, before: OwnMemory) -> None:
+    """See that vLLM computes with the memory that is read back: with its parameters, where they have always been, and
+    with the buffers that it was made with. Whether those were right nobody knows here; `mismatch` would tell.
 
     Args:
         model: as vLLM holds it.
-        before: its `places` when it had been made.
+        before: its `own_memory` when it had been made.
 
     Raises:
-        RuntimeError: it does not; names a layer or parameter.
+        RuntimeError: it does not; names a layer, parameter or buffer.
     """
     names = versions.packed_layers(model)
     if names:
         raise RuntimeError(f"vLLM computes {and_others(names)} with packed copies of weights.")
-    now = places(model)
-    if empty := [name for name, (_, size) in now.items() if size == 0]:
+    now = own_memory(model)
+    if empty := [name for name, (_, size) in now.places.items() if size == 0]:
         raise RuntimeError(f"vLLM left {and_others(empty)} empty.")
-    if moved := [name for name, place in now.items() if place != before.get(name)]:
+    if moved := [name for name, place in now.places.items() if place != before.places.get(name)]:
         raise RuntimeError(f"vLLM moved {and_others(moved)}; recorded graphs read the old place.")
+    if changed := [name for name, value in before.constants.items() if now.constants.get(name) != value]:
+        raise RuntimeError(f"vLLM changed or lost {and_others(changed)}; a buffer comes with no load.")
 
 
 @torch.no_grad()

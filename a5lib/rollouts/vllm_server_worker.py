@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from a5lib import __version__
 from a5lib.rollouts import vllm_versions as versions
-from a5lib.rollouts.vllm_engine import check_own_memory, held, load, places
+from a5lib.rollouts.vllm_engine import check_own_memory, held, load, own_memory
 from a5lib.rollouts.weight_channel import CHANNEL_NAME, as_slots, attach, channel_size, views
 
 
@@ -27,12 +27,12 @@ class Receiver:
     """Loads the weights of a trainer's channel into a model of vLLM's.
 
     Args:
-        model: as vLLM made it; its parameters stay where they are now.
+        model: as vLLM made it; its parameters stay where they are now, and its buffers as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.places = places(model)
+        self.own = own_memory(model)
         self.stamp = ""
 
     def receive(self, channel: str, slots: list[list[Any]], stamp: str) -> None:
@@ -46,13 +46,13 @@ class Receiver:
             stamp: of this load; `ServerWorker.a5_facts` gives it back.
 
         Raises:
-            RuntimeError: there is no such channel here, or vLLM computes with other memory than its parameters.
+            RuntimeError: there is no such channel here, or vLLM computes with other memory than its own.
         """
         self.stamp = ""
         laid_out = as_slots(slots)
         buffer = map_channel(channel, channel_size(laid_out))
         load(self.model, laid_out, views(laid_out, buffer))
-        check_own_memory(self.model, self.places)
+        check_own_memory(self.model, self.own)
         self.stamp = stamp
 
 

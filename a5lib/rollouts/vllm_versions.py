@@ -149,6 +149,16 @@ def parts(model: nn.Module) -> Iterator[Part]:
             yield Part(name, name, parameter, scale)
 
 
+def constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that never change once a model has been made: rotary tables, scales. No load brings them. Left out
+    are the tables of transformers that depend on the length of what is generated.
+    """
+    for name, buffer in model.named_buffers():
+        kind = str(getattr(model.get_submodule(name.rpartition(".")[0]), "rope_type", ""))
+        if "dynamic" not in kind and "longrope" not in kind:
+            yield name, buffer
+
+
 def prepare_server(make_receiver: Callable[[nn.Module], Any]) -> None:
     """Prepare vLLM's process for a model that takes weights: before the model is made.
 

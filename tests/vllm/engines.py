@@ -6,15 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from a5lib.rollouts import vllm_versions
+from a5lib.rollouts.protocol import Refusal
 from a5lib.rollouts.vllm_engine import VllmEngine
 
 
 class ForgetfulEngine(VllmEngine):
-    """It leaves the prefix cache as it is for as long as the file `settings["forget"]` is there."""
+    """It leaves the prefix cache as it is for as long as the file `settings["forget"]` is there. While the file
+    `settings["spoil"]` is there, a load finds other positions, and is refused with what is said of them.
+    """
 
     def __init__(self, settings: Any) -> None:
-        self.forget = Path(settings["forget"])
+        self.forget, self.spoil = Path(settings["forget"]), Path(settings["spoil"])
         super().__init__(settings)
+
+    def load(self, *arguments: Any) -> Any:
+        if not self.spoil.exists():
+            return super().load(*arguments)
+        name = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
+        table = self._apply(lambda model: dict(model.named_buffers())[name])
+        table[9] *= -1
+        try:
+            return super().load(*arguments)
+        except RuntimeError as error:
+            raise Refusal(str(error)) from error
+        finally:
+            table[9] *= -1
 
     def reset_prefix_cache(self) -> None:
         if self.forget.exists():

@@ -260,11 +260,12 @@ def new_llama(folder: Path) -> PreTrainedModel:
 
 
 def test_a_tied_model_is_updated_and_each_guard_is_needed(llama_folder: Path) -> None:
-    model, tokenizer, forget = new_llama(llama_folder), tiny_tokenizer(), llama_folder / "forget"
+    model, tokenizer = new_llama(llama_folder), tiny_tokenizer()
+    forget, spoil = llama_folder / "forget", llama_folder / "spoil"
     prompts = [[3 + (7 * i + j) % 250 for j in range(40)] for i in range(6)]
     with VllmColocated(
-        model.named_parameters(), settings(llama_folder, forget=str(forget)), llama_folder, python=PYTHON,
-        engine=f"{ENGINES}:ForgetfulEngine",
+        model.named_parameters(), settings(llama_folder, forget=str(forget), spoil=str(spoil)), llama_folder,
+        python=PYTHON, engine=f"{ENGINES}:ForgetfulEngine",
     ) as vllm:  # fmt: skip
         pair = Pair(model, tokenizer, vllm)
         for update in range(3):
@@ -277,6 +278,10 @@ def test_a_tied_model_is_updated_and_each_guard_is_needed(llama_folder: Path) ->
         ours, theirs = pair.greedy(prompts, 20)
         assert ours != theirs, "keys and values of old weights make no difference: the prefix cache is not in use"
         forget.unlink()
+        spoil.touch()
+        with pytest.raises(RuntimeError, match=r"vLLM changed or lost model\.layers\.0\.self_attn\.rotary_emb\.cos"):
+            pair.sync()
+        spoil.unlink()
         pair.sync()
         same_greedy(*pair.greedy(prompts, 20))
 
