@@ -106,7 +106,7 @@ def rollout_metrics(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollo
 
 
 def throughput(batch: dict[str, Tensor], rollouts: Sequence[Rollout], clock: Clock) -> dict[str, float]:
-    """Tokens per second of generation, with vLLM's hand-over in it, and of scoring and updating the sequences that were trained on."""
+    """Tokens per second of generation, vLLM's hand-over included, and of scoring and updating the trained sequences."""
     generated = sum(len(r.completion.token_ids) for r in rollouts)
     trained = sum(
         len(r.prompt_ids) + len(r.completion.token_ids)

@@ -154,7 +154,8 @@ def test_at_temperature_0_the_seed_makes_no_difference(face):
 def test_V11_prompts_that_are_too_long_are_named_before_the_engine_is_asked(face):
     face.sync()
     asked, context = face.asked, face.context
-    with pytest.raises(UserError, match=rf"number 1, 2, do not fit: prompt 2 has {context} tokens and the context is {context}; "):
+    both = rf"number 1, 2, do not fit: prompt 2 has {context} tokens and the context is {context}; "
+    with pytest.raises(UserError, match=both):
         generate(face, [[3] * 5, [3] * (context - 3), [3] * context], max_tokens=4)
     with pytest.raises(UserError, match=r"number 1, do not fit: .* use --max-tokens 3 or fewer, or shorter prompts"):
         generate(face, [[3] * 5, [3] * (context - 3)], max_tokens=4)

@@ -195,8 +195,8 @@ def test_a_batch_without_a_trained_row_has_no_mismatch_and_none_that_is_usual(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every response gets the same reward, so no row has an advantage and none is scored."""
+    nothing = dict.fromkeys(("reward", "format_reward", "answer_reward"), 0.0)
     for name in training.REWARD_FUNCTIONS:
-        nothing = dict.fromkeys(("reward", "format_reward", "answer_reward"), 0.0)
         monkeypatch.setitem(training.REWARD_FUNCTIONS, name, lambda text, answer: nothing)
     watched: list[float] = []
     monkeypatch.setattr(training.MismatchWatch, "jump", lambda watch, mean: watched.append(mean))
