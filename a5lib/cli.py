@@ -350,7 +350,7 @@ def diagnose_backend_command(
     Exit codes: 0 done, 1 a check failed (the lines below the tables say which), 2 nothing was measured, or vLLM failed.
 
     Args:
-        backends: What generates; `vllm-alone` never sleeps, trains nothing, and has the whole budget but a CUDA context.
+        backends: What generates; `vllm-alone` never sleeps, trains nothing and has the whole budget but a CUDA context.
         cycles: Cycles with each backend; the first does not count, and growth of memory is judged from 10 on.
         output: Folder for the records and tables; new records are added to what is there.
         model: olmo2-1b, olmo2-7b, llama3.1-8b or tiny, with random weights; `toy`; or a folder or id.

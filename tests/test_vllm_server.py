@@ -305,7 +305,7 @@ def test_a_server_that_dies_at_work(server, backend):
     killer = threading.Thread(target=lambda: (server.at_work.wait(), server.close()))
     server.complete = lambda body: (server.at_work.set(), server.gone.wait(), None)[-1]
     killer.start()
-    with pytest.raises(ServerError, match="broke off /v1/completions|is not there"):
+    with pytest.raises(ServerError, match=r"broke off /v1/completions|is not there"):
         generate(backend)
     killer.join()
 
