@@ -61,7 +61,7 @@ class FakeServer:
         self.gone = threading.Event()
         self.server = Listener(("127.0.0.1", 0), type("Handler", (Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
     def close(self):

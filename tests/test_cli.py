@@ -234,7 +234,7 @@ def test_a_model_folder_that_lacks_something(here: Path, lacking: str, words: st
 
 
 def test_a_message_of_several_lines_is_printed_as_one(here: Path, monkeypatch) -> None:
-    def broken() -> None:
+    def broken(**options: Any) -> None:
         raise a5lib.models.UserError("The disk\n  is full.")
 
     monkeypatch.setattr(a5lib.doctor, "diagnose", broken)
@@ -380,7 +380,7 @@ def test_ctrl_c_stops_after_the_step_and_says_how_to_continue(here: Path, monkey
 
 
 def test_ctrl_c_elsewhere_is_code_130_and_one_sentence(here: Path, monkeypatch) -> None:
-    def interrupted() -> None:
+    def interrupted(**options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(a5lib.doctor, "diagnose", interrupted)
@@ -489,7 +489,7 @@ def test_doctor_fails_only_where_something_is_broken(here: Path, monkeypatch, le
     result = a5("doctor")
     assert result.code == int(any(f.level == "fail" for f in real))
     assert all(f.subject in result.out for f in real)
-    monkeypatch.setattr(a5lib.doctor, "diagnose", lambda: [dataclasses.replace(real[0], level=level)])
+    monkeypatch.setattr(a5lib.doctor, "diagnose", lambda **options: [dataclasses.replace(real[0], level=level)])
     assert a5("doctor").code == int(level == "fail")
 
 
@@ -633,10 +633,10 @@ def test_a_stub_that_a_run_needs_is_found_before_a_model_is_loaded(here: Path, c
 
 def test_a_stub_that_is_called_all_the_same_is_one_sentence(here: Path, course: Path, monkeypatch) -> None:
     monkeypatch.setenv("A5_IMPL", "starter")
-    monkeypatch.setattr(a5lib.doctor, "diagnose", lambda: load_algo().pad_and_mask([[1]], [[2]], 0))
+    monkeypatch.setattr(a5lib.doctor, "diagnose", lambda **options: load_algo().pad_and_mask([[1]], [[2]], 0))
     assert refused("doctor").startswith("pad_and_mask is not written yet; write it in starter/masks.py")
 
-    def fault() -> None:
+    def fault(**options: Any) -> None:
         raise NotImplementedError("'log_softmax' not implemented for 'Long'")
 
     monkeypatch.setattr(a5lib.doctor, "diagnose", fault)
