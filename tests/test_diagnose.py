@@ -32,7 +32,10 @@ from a5lib.rollouts.vllm_backend import VllmColocated
 from a5lib.runlog import read_jsonl
 from tests.vllm_tools import held, survivors
 
-pytestmark = pytest.mark.reference  # the loop's parts are timed, with the reference in them
+pytestmark = [
+    pytest.mark.reference,  # the loop's parts are timed, with the reference in them
+    pytest.mark.timeout(200),  # a worker starts in a second, or in many on a busy machine
+]
 
 ENGINE = f"{Path(__file__).with_name('fake_vllm.py')}:ToyEngine"
 SMALL = Setting(rollouts=8, max_tokens=16, device="cpu", vllm_python=Path(sys.executable))

@@ -18,6 +18,8 @@ from a5lib.prompts import load_prompt
 from a5lib.rollouts.worker_process import WorkerError, worker_environment
 from tests.vllm_tools import Rig, held, survivors, weights
 
+pytestmark = pytest.mark.timeout(200)  # a worker starts in a second, or in many on a busy machine
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):

@@ -23,6 +23,8 @@ from a5lib.rollouts.worker_process import WorkerError
 from tests.helpers import ROOT
 from tests.vllm_tools import Rig, held, is_alive, survivors
 
+pytestmark = pytest.mark.timeout(200)  # a worker starts in a second, or in many on a busy machine
+
 IDLE = {}  # what this process held before the rig's worker was started
 
 

@@ -29,7 +29,10 @@ from a5lib.runlog import read_config, read_jsonl
 from a5lib.training import train
 from tests.vllm_tools import held, survivors
 
-pytestmark = pytest.mark.reference  # the loop is tested, on the reference
+pytestmark = [
+    pytest.mark.reference,  # the loop is tested, on the reference
+    pytest.mark.timeout(200),  # a worker starts in a second, or in many on a busy machine
+]
 
 ENGINE = f"{Path(__file__).with_name('fake_vllm.py')}:ToyEngine"
 HOST_TO_HOST = 0.015  # GiB: room for one layer of the toy model at a time
