@@ -429,6 +429,19 @@ def worker_of(model, receiver):
     return worker
 
 
+def test_a_load_can_only_read_the_weights_that_are_the_trainers_own(channel, monkeypatch):
+    """Written to, the server's mapping would end its process: the flags of the mapping during a load."""
+    file, seen = str(os.fstat(channel.descriptor).st_ino), []
+
+    def look(model, sent):
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        seen.append(sorted(line[1] for line in lines if line[4] == file))
+
+    monkeypatch.setattr(Model, "load_weights", look)
+    Receiver(Model()).receive(path_of(channel), fields(channel), "stamp")
+    assert seen == [["r--s", "rw-s"]], "the server's, and the trainer's in this very process"
+
+
 def test_the_worker_reads_the_channel_and_says_what_the_engine_holds(channel, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     model = Model()

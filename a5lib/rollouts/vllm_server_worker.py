@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from a5lib import __version__
 from a5lib.rollouts import vllm_versions as versions
 from a5lib.rollouts.vllm_engine import check_own_memory, held, load, own_memory
-from a5lib.rollouts.weight_channel import CHANNEL_NAME, as_slots, attach, channel_size, views
+from a5lib.rollouts.weight_channel import CHANNEL_NAME, as_slots, attach, channel_size, seal, views
 
 
 class Receiver:
@@ -51,6 +51,7 @@ class Receiver:
         self.stamp = ""
         laid_out = as_slots(slots)
         buffer = map_channel(channel, channel_size(laid_out))
+        seal(buffer)
         load(self.model, laid_out, views(laid_out, buffer))
         check_own_memory(self.model, self.own)
         self.stamp = stamp

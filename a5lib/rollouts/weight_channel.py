@@ -75,9 +75,7 @@ def attach(descriptor: int) -> Tensor:
 
 
 def attach_to_read(descriptor: int) -> Tensor:
-    """The worker's side: as `attach`, but pinned where there is a card, and sealed. The weights may be the trainer's
-    own, so a write to them ends this process at once.
-    """
+    """The worker's side: as `attach`, but pinned where there is a card, and sealed (see `seal`)."""
     buffer = attach(descriptor)
     if torch.cuda.is_available():
         fault = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
@@ -85,10 +83,17 @@ def attach_to_read(descriptor: int) -> Tensor:
             print(f"The weight channel could not be pinned (CUDA error {fault}); loads are slower.", flush=True)
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")  # CUDA keeps the refusal as its last error: let this kernel raise it
+    seal(buffer)
+    return buffer
+
+
+def seal(buffer: Tensor) -> None:
+    """Let this mapping of the channel only be read. The weights may be the trainer's own, so a write to them ends this
+    process at once.
+    """
     address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
     if ctypes.CDLL(None, use_errno=True).mprotect(address, size, mmap.PROT_READ):
         raise OSError(ctypes.get_errno(), "the weight channel could not be sealed")
-    return buffer
 
 
 class WeightChannel:
