@@ -274,3 +274,26 @@ def test_prompt_and_answer_computed_apart_are_merged_right(empty: int, monkeypat
     packing = replace(SHARED, **longer, lengths=None, shared=())
     for actual, expected in zip(values_and_gradients(packing), values_and_gradients(None), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # the merge is done in float32
+
+
+def kernel_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, starts_q: Tensor,
+                starts_k: Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, seed: Tensor,
+                offset: Tensor, *, scale: float) -> tuple[Tensor, ...]:  # fmt: skip
+    """The card's kernel, which takes the rows of `log_sum` for neighbours without looking."""
+    assert dropout == 0
+    rows = log_sum.as_strided(log_sum.shape, (log_sum.shape[1], 1))
+    return tuple(plain_flash_back(grad, q, k, v, out, rows, starts_q, starts_k, longest_q, longest_k, causal, scale))
+
+
+def test_the_kernel_gets_its_log_sums_without_the_gaps_that_compiled_code_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", kernel_back)
+    q, k, v, grad = torch.randn(4, 6, 2, 8, generator=torch.Generator().manual_seed(0))
+    starts = torch.tensor([0, 4, 6], dtype=torch.int32)
+    out, log_sum = plain_flash(q, k, v, starts, starts, 4, 4, True, SCALE)
+    apart = torch.full((2, 32), math.nan)[:, :6].copy_(log_sum)
+    expected = plain_flash_back(grad, q, k, v, out, log_sum, starts, starts, 4, 4, True, SCALE)
+    for sums in (log_sum, apart):
+        actual = attention._flash_back(grad, q, k, v, out, sums, starts, starts, 4, 4, True, SCALE)
+        torch.testing.assert_close(actual, tuple(expected), rtol=0, atol=0)

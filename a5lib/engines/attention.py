@@ -126,17 +126,29 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, 
     return result[0], result[1]
 
 
+@torch.library.custom_op("a5lib::flash_back", mutates_args=())
 def _flash_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, starts_q: Tensor,
                 starts_k: Tensor, longest_q: int, longest_k: int, causal: bool,
                 scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v; where no segment lies they hold anything.
+
+    The kernel takes `log_sum` for contiguous without looking. Compiled code may leave gaps between its rows, which only
+    an operator of its own sees: the compiler believes in its own view of the tensor and drops a plain `contiguous()`.
+    """
     no_dropout = (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         torch.zeros((), dtype=torch.uint64, device=q.device),
     )
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sum, starts_q, starts_k, longest_q, longest_k, 0.0, causal, *no_dropout, scale=scaling
-    )
+        grad, q, k, v, out, log_sum.contiguous(), starts_q, starts_k, longest_q, longest_k, 0.0, causal, *no_dropout,
+        scale=scaling,
+    )  # fmt: skip
     return dq, dk, dv
+
+
+@_flash_back.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _between(starts: Tensor, n: int) -> Tensor:
