@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,9 +63,21 @@ def select_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{last}.")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())  # some of torch's functions want the number
+    if device.type == "cuda":
+        use_segments_that_grow()
+        if device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())  # some of torch's functions want the number
     return device
+
+
+def use_segments_that_grow() -> None:
+    """Let torch's allocator grow one piece of the card's memory instead of asking for pieces that never fit again.
+
+    A budget is then used up to its last percents. It takes effect where the card has not been used yet in this process,
+    and leaves a setting of the user's own alone.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -113,6 +114,22 @@ def pretend_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_card_grows_in_place_unless_the_user_says_otherwise(monkeypatch, own: str | None) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    for name, answer in (("is_available", True), ("device_count", 1)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+    before = dict(os.environ)
+    assert select_device("cpu").type == "cpu" and dict(os.environ) == before
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    select_device("cuda")
+    added = {} if own else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert dict(os.environ) == before | added
 
 
 def test_the_toy_model_stays_on_the_cpu_unless_a_card_is_asked_for(monkeypatch) -> None:
