@@ -36,6 +36,7 @@ SLACK = 0.03  # share of a budget that is left for gaps between allocations
 
 # Tokens that go through a layer together, from the fastest that was measured downward.
 MICROBATCH_TOKENS = (6144, 4096, 3072, 2048, 1024, 512, 256, 128)
+ALIGNED = 64  # compiled code has microbatches of a multiple of so many tokens: torch's compiler pads and cuts others
 HEAD_BLOCK = {True: 512, False: 128}  # tokens whose logits exist at one time: compiled, plain
 BUCKET = 1 << 23  # parameters of one bucket of the step
 # Gradients of the head's matrix besides the one that is kept: in "blocks" autograd adds one block's to those before.
@@ -50,7 +51,7 @@ RING, RING_WHEN_KEPT = 6, 2
 EMBEDDING_COLUMNS = 256  # columns of the embedding's gradient that are summed at one time
 FLASH_ROWS = 128  # rows that the attention's backward pass adds for each segment
 SEGMENTS, SEGMENT_TOKENS = 32, 96  # a microbatch has a multiple of so many segments, of so many tokens on average
-SHARED = 5  # hidden states that attention to shared prompts holds on the way back; counted in the code, not measured
+TUNING = 60 * MIB  # torch's compiler clears the card's cache with so much (60 MB on an H200) when it tries kernels out
 BATCH_BYTES = 48  # of a place in a batch: ids, labels, mask, old log-probabilities, scores and their derivative
 HEAD_ENTRY, HEAD_LOGIT = 184, 0.633  # bytes that the head takes for each entry of the vocabulary, and for each logit
 
@@ -340,6 +341,7 @@ def _layer_major(shape: ModelShape, size: UpdateSize, budget: int | None, optimi
     ladder: list[tuple[dict[str, Any], Plan]] = []
     for tokens in reversed(MICROBATCH_TOKENS):
         n, count = _fullest(size, max(tokens, size.longest))
+        n = -(-n // ALIGNED) * ALIGNED if compiled else n
         block = min(head_block or HEAD_BLOCK[compiled], max(32, tokens // 4))
         choice: dict[str, Any] = dict(microbatch_tokens=n, microbatches=count, head_block=block)
         plan = planned(**choice)
@@ -483,8 +485,9 @@ def _card(plan: Plan, shape: ModelShape, size: UpdateSize, optimizer_state: Opti
         return {name: value for name, value in parts.items() if value}
 
     work = {
-        "layer at work": _down(shape, n, w, plan.compiled, segments(n, size.longest), SHARED),
-        "head at work": _head(shape, n, n, block, w, plan.compiled),  # nearly all tokens answer: prompts are shared
+        "layer at work": _down(shape, n, w, plan.compiled, segments(n, size.longest), plan.compiled * TUNING),
+        # Nearly all tokens answer, because prompts are shared.
+        "head at work": _head(shape, n, n, block, w, plan.compiled) + plan.compiled * TUNING,
         "embedding's gradient": shape.vocabulary * min(EMBEDDING_COLUMNS, shape.hidden) * w + plan.on_card * 30 * MIB,
     }
     largest = max(work, key=lambda name: work[name])
@@ -537,23 +540,23 @@ def _up(shape: ModelShape, n: int, w: int, compiled: bool) -> int:
     return n * w * max(3 * inner + 4 * hidden, 13 * hidden) + 4 * n * shape.head_size * w
 
 
-def _down(shape: ModelShape, n: int, w: int, compiled: bool, segments: int, shared: int = 0) -> int:
+def _down(shape: ModelShape, n: int, w: int, compiled: bool, segments: int, tuning: int = 0) -> int:
     """Bytes that a layer takes for n tokens with a graph and its way back, the new gradients included.
 
-    Two moments can be the worst: when everything is stored and the first matrix's gradient is made, and later, in the
-    attention's backward pass, when those of the feed-forward part are made already. `shared` counts the hidden states
-    that attention to shared prompts adds then.
+    Two moments can be the worst: when everything is stored and the first matrix's gradient is made, the first time with
+    `tuning` bytes besides, and later, in the attention's backward pass, when those of the feed-forward part are made
+    already.
     """
     hidden, inner = shape.hidden, shape.intermediate
     padded = FLASH_ROWS * segments * shape.heads * shape.head_size * 4 if w == 2 else 0  # flash takes bfloat16 alone
-    late = 3 * hidden * inner * w + int((shared + (12.5 if shape.norm_first else 17)) * n * hidden * w) + padded
+    late = 3 * hidden * inner * w + int((12.5 if shape.norm_first else 17) * n * hidden * w) + padded
     if compiled:
         early = n * w * (4 * inner + (8 if shape.norm_first else 10) * hidden)
     else:
         repeated = 2 * (shape.heads - shape.kv_heads) * shape.head_size * w  # keys and values for all heads
         stored = shape.activation_bytes_per_token(w) + repeated
         early = n * (stored + w * (2 * inner + (1 if shape.norm_first else 4) * hidden))
-    return max(early + hidden * inner * w, late)
+    return max(early + hidden * inner * w + tuning, late)
 
 
 def _head(shape: ModelShape, n: int, answers: int, block: int, w: int, compiled: bool) -> int:
