@@ -314,14 +314,50 @@ def test_versions_card_and_link_are_those_of_the_log(page):
 
 
 @both
+def test_the_rows_with_a_budget_are_those_of_the_log(page):
+    text = section(page, heading_number("Measured: one update"))
+    pairs = [("host", "batch-8")] + [(f"budget-{n}", f"batch-8-budget-{n}") for n in (4, 6, 8, 12)]
+    for (budget, *figures), pair in zip(wide_rows(text, 7), pairs, strict=True):
+        expected = []
+        for row in (ROWS[name] for name in pair):
+            expected += [row["median_seconds"], row["peak_allocated"] / GIB, row["peak_card"] / GIB]
+            asked = row["variant"]["settings"].get("vram_budget")
+            assert asked is None or (budget == f"{asked:.0f} GiB" and row["peak_card"] <= asked * GIB), budget
+        assert figures == [f"{value:.2f}" for value in expected], budget
+        assert [ROWS[name]["variant"]["sequences"] for name in pair] == [64, 8]
+    for name in ("ragged-resident", "ragged-padded"):
+        assert f"{ROWS[name]['counting_tokens_per_second']:,.0f}" in text, name
+    alone = next(r for r in read_jsonl(ROOT / "runs/bench-update/rows.jsonl") if r["variant"]["name"] == "host")
+    assert f"{alone['median_seconds']:.2f}" in text and alone != ROWS["host"]
+
+
+@both
+def test_the_probes_have_passed(page):
+    text = section(page, heading_number("Measured: one update"))
+    logs = {int(path.stem.removeprefix("budget-")): path.read_text() for path in (ROOT / "runs/probe").glob("*.txt")}
+    assert re.search(r"`a5 probe`.*? 4(, |、)6(, |、)8 (and|和) 16 GiB", text) and sorted(logs) == [4, 6, 8, 16]
+    for budget, log in logs.items():
+        assert log.startswith(f"$ a5 probe --vram-budget {budget}\n") and log.endswith("\nPASS\n") and "FAIL" not in log
+
+
+@both
 def test_what_is_not_measured_yet_has_no_row(page):
     """When such a row is committed, the page must say what it shows."""
     text = section(page, heading_number("Measured: one update"))
-    assert "4, 6, 8 and 12 GiB" in text or "4、6、8 和 12 GiB" in text
-    groups = {row["variant"]["group"] for row in ROWS.values()}
-    assert not groups & {"budgets", "small-batches"}
-    assert not set(ROWS) & {"olmo2-7b", "ragged-resident", "ragged-padded"}
-    assert {v.name for v in VARIANTS if v.group == "ablation"} - set(ROWS), "the ablation is complete"
+    assert {v.name for v in VARIANTS} - set(ROWS) == {"olmo2-7b"} and "OLMo-2-1124-7B" in text
+
+
+def test_the_same_inputs_gave_every_engine_and_library_the_same_gradient():
+    """Its norm before any update, to what bfloat16 and each library's own order of sums leave."""
+    first: dict[tuple, dict[str, float]] = {}
+    for name, row in ROWS.items():
+        variant = row["variant"]
+        if row["grad_norm"][0] is not None:
+            key = variant["model"], variant["sequences"], variant["tokens"], variant["ragged"]
+            first.setdefault(key, {})[name] = row["grad_norm"][0]
+    assert sum(len(norms) > 1 for norms in first.values()) == 4
+    for norms in first.values():
+        assert max(norms.values()) / min(norms.values()) < 1.01, norms
 
 
 @both
