@@ -12,7 +12,9 @@ import gc
 import itertools
 import math
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +51,27 @@ class Facts:
 
 
 def this_machine(device: torch.device) -> Facts:
-    """The facts of this machine for a run on `device`."""
+    """The facts of this machine for a run on `device`. What an earlier run in this notebook has left counts as free."""
+    let_go_of_a_failed_run()
     if device.type != "cuda":
         return Facts(host_free=machine.host_memory()[0])
     import torch
 
-    gc.collect()  # what an earlier run in this notebook has left counts as free
     torch.cuda.empty_cache()
     return Facts(machine.host_memory()[0], torch.cuda.mem_get_info(device)[0], machine.pinned_limit())
+
+
+def let_go_of_a_failed_run() -> None:
+    """Free what a run that ended in an exception has held: a notebook keeps its last exception, and that keeps the
+    local variables of every function it came through, and so the model, on card and host.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _ = frame.f_locals  # brings the copy up to date that IPython has had made of it
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def checked_plan(
