@@ -51,8 +51,7 @@ class Facts:
 
 
 def this_machine(device: torch.device) -> Facts:
-    """The facts of this machine for a run on `device`. What an earlier run in this notebook has left counts as free."""
-    let_go_of_a_failed_run()
+    """The facts of this machine for a run on `device`. Memory that torch keeps for later counts as free."""
     if device.type != "cuda":
         return Facts(host_free=machine.host_memory()[0])
     import torch

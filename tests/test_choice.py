@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import traceback
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +15,7 @@ import torch
 from a5lib import machine
 from a5lib.config import TrainConfig, resolve
 from a5lib.course import load_algo
-from a5lib.engines import choice
+from a5lib.engines import choice, host
 from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan
 from a5lib.errors import UserError
 from a5lib.rollouts import choice as backends
@@ -39,6 +43,40 @@ def test_without_a_budget_the_cpu_gets_the_resident_engine_and_with_one_the_laye
     assert plan(vram_budget=8).engine == "layer_major"
     assert plan(vram_budget=14, engine="resident").engine == "resident", "a name decides"
     assert plan(engine="layer_major").resident == frozenset(), "without a budget nothing stays"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_run_that_failed_in_a_notebook_is_let_go(told, monkeypatch):
+    """As in a notebook, the last exception is kept and its variables are looked at; with `told` it is a sentence that
+    another exception has caused.
+    """
+    kept = []
+
+    def run():
+        engine = host.HostMemory(torch.device("cpu"))
+        kept.append(weakref.ref(engine))
+        step(engine)
+
+    def step(engine):
+        raise KeyboardInterrupt
+
+    try:
+        try:
+            run()
+        except KeyboardInterrupt as error:
+            if told:
+                raise UserError("stopped") from error
+            raise
+    except BaseException as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        for shown in (error, error.__cause__):
+            for frame, _ in traceback.walk_tb(shown and shown.__traceback__):
+                assert frame.f_locals
+    gc.collect()
+    assert kept[0]() is not None, "the exception holds the functions' variables"
+    plan()
+    assert kept[0]() is None
+    plan()
 
 
 def test_on_a_card_the_resident_engine_is_taken_where_it_fits_what_is_free():

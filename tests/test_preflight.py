@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 import shlex
-import sys
-import traceback
-import weakref
 from typing import Any
 
 import pytest
@@ -182,40 +178,6 @@ def test_wsl2_pins_half_of_its_memory(monkeypatch):
     assert machine.pinned_limit() == 12 * GIB
     monkeypatch.setattr(machine.platform, "uname", lambda: kernel("6.8.0-51-generic"))
     assert machine.pinned_limit() is None
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_run_that_failed_in_a_notebook_is_let_go(told, monkeypatch):
-    """As in a notebook, the last exception is kept and its variables are looked at; with `told` it is a sentence that
-    another exception has caused.
-    """
-    kept = []
-
-    def run():
-        engine = host.HostMemory(torch.device("cpu"))
-        kept.append(weakref.ref(engine))
-        step(engine)
-
-    def step(engine):
-        raise KeyboardInterrupt
-
-    try:
-        try:
-            run()
-        except KeyboardInterrupt as error:
-            if told:
-                raise UserError("stopped") from error
-            raise
-    except BaseException as error:
-        monkeypatch.setattr(sys, "last_value", error, raising=False)
-        for shown in (error, error.__cause__):
-            for frame, _ in traceback.walk_tb(shown and shown.__traceback__):
-                assert frame.f_locals
-    gc.collect()
-    assert kept[0]() is not None, "the exception holds the functions' variables"
-    this_machine(torch.device("cpu"))
-    assert kept[0]() is None
-    this_machine(torch.device("cpu"))
 
 
 def test_the_facts_of_this_machine(monkeypatch):

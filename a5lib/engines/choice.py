@@ -16,7 +16,7 @@ from a5lib.engines.layer_major import LayerMajorEngine
 from a5lib.engines.plan import CONTEXT, GIB, VLLM_ASLEEP, Plan, UpdateSize
 from a5lib.engines.resident import ResidentEngine
 from a5lib.memory import ModelShape
-from a5lib.preflight import checked_plan, this_machine
+from a5lib.preflight import checked_plan, let_go_of_a_failed_run, this_machine
 
 
 def plan_run(
@@ -58,6 +58,7 @@ def plan_run(
     engine = config.engine
     if not on_card and engine is None:
         engine = "resident" if config.vram_budget is None else "layer_major"
+    let_go_of_a_failed_run()
     facts = this_machine(device)
     budget = facts.card_free if config.vram_budget is None else int(config.vram_budget * GIB)
     return checked_plan(
