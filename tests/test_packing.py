@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from a5lib.engines import attention
 from a5lib.engines.attention import Packing, packed_attention
@@ -297,3 +298,20 @@ def test_the_kernel_gets_its_log_sums_without_the_gaps_that_compiled_code_leaves
     for sums in (log_sum, apart):
         actual = attention._flash_back(grad, q, k, v, out, sums, starts, starts, 4, 4, True, SCALE)
         torch.testing.assert_close(actual, tuple(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_packing_needs_one_thread_only(fixed: bool) -> None:
+    """torch's operations on the CPU may wait for all cores, and a card would wait with them: none is called."""
+    called: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    batch = batch_of(LENGTHS, prompts="abcbca")
+    with Listen():
+        microbatches = pack(batch, 12, fixed=fixed)
+    assert len(microbatches) > 1
+    assert set(called) <= {"aten.detach.default", "aten.lift_fresh.default"}  # views, as of a tensor's own numpy()

@@ -105,9 +105,10 @@ class LayerMajorEngine:
         self._ready()
         width = batch["labels"].shape[1]
         microbatches: list[Microbatch] = []
-        for rows in torch.arange(len(batch["advantages"])).split(self.config.train_batch_size):
-            packed = self._pack({name: values[rows] for name, values in batch.items()})
-            microbatches += [microbatch.shifted(int(rows[0]) * width) for microbatch in packed]
+        size = self.config.train_batch_size
+        for first in range(0, len(batch["advantages"]), size):
+            packed = self._pack({name: values[first : first + size] for name, values in batch.items()})
+            microbatches += [microbatch.shifted(first * width) for microbatch in packed]
         scores = self._scores(batch)
         if microbatches:
             with self._trip(microbatches, keep_inputs=False) as trip:

@@ -1,6 +1,9 @@
 """Packing: sequences of a batch laid end to end in microbatches of a fixed number of tokens, so that padding between
 sequences is not computed, and a prompt that several responses share is computed once. This file knows token ids and
 masks; it does not know the model.
+
+The work is numpy's, whose operations take one thread. Many of torch's on the CPU take all of them, however small: then
+the card would wait whenever another program has taken one core.
 """
 
 from __future__ import annotations
@@ -8,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from a5lib.engines import Batch
@@ -54,9 +59,9 @@ class Row:
     length: int
 
 
-def trained_rows(batch: Batch) -> Tensor:
-    """Numbers of the rows that an update runs: those with a non-zero advantage and a response token. int64 [kept]."""
-    return ((batch["advantages"] != 0) & batch["response_mask"].bool().any(dim=1)).nonzero().flatten()
+def trained_rows(batch: Batch) -> NDArray[np.intp]:
+    """Numbers of the rows that an update runs: those with a non-zero advantage and a response token. [kept]."""
+    return np.flatnonzero((batch["advantages"].numpy() != 0) & batch["response_mask"].numpy().any(axis=1))
 
 
 def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) -> list[Microbatch]:
@@ -83,13 +88,14 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
     >>> only.positions.tolist(), only.answers.tolist(), only.labels.tolist()
     ([0, 1, 2, 2, 0, 1], [1, 2, 1, 3, 5], [7, 1, 8, 2, 3])
     """
-    mask = batch["response_mask"].bool()
+    ids = batch["input_ids"].numpy()  # [B, T]
+    mask = batch["response_mask"].numpy().astype(bool)
     numbers = trained_rows(batch)
-    prompts = mask[numbers].int().argmax(dim=1) + 1  # [kept], up to the token that predicts the first response token
-    lengths = mask.shape[1] - mask[numbers].flip(1).int().argmax(dim=1)  # [kept], up to the last response token
-    groups: dict[tuple[int, ...], list[Row]] = {}
+    prompts = mask[numbers].argmax(axis=1) + 1  # [kept], up to the token that predicts the first response token
+    lengths = mask.shape[1] - mask[numbers, ::-1].argmax(axis=1)  # [kept], up to the last response token
+    groups: dict[bytes, list[Row]] = {}
     for row in map(Row, numbers.tolist(), prompts.tolist(), lengths.tolist()):
-        groups.setdefault(tuple(batch["input_ids"][row.number, : row.prompt].tolist()), []).append(row)
+        groups.setdefault(ids[row.number, : row.prompt].tobytes(), []).append(row)
     ordered = [sorted(rows, key=lambda row: -row.length) for rows in groups.values()]
     ordered.sort(key=lambda rows: -rows[0].length)
 
@@ -111,7 +117,7 @@ def pack(batch: Batch, tokens: int, *, fixed: bool = False, longest: int = 0) ->
     return [_lay_out(batch, mask, part, tokens if fixed else 0, longest) for part in microbatches]
 
 
-def _lay_out(batch: Batch, mask: Tensor, groups: list[list[Row]], fill: int, longest: int) -> Microbatch:
+def _lay_out(batch: Batch, mask: NDArray[np.bool_], groups: list[list[Row]], fill: int, longest: int) -> Microbatch:
     """Shared prompts first, then their answers, then whole rows, then what fills."""
     shared = [rows for rows in groups if len(rows) > 1]
     pieces = [(rows[0], 0, rows[0].prompt) for rows in shared]  # (row, first and last column) of each segment
@@ -120,48 +126,47 @@ def _lay_out(batch: Batch, mask: Tensor, groups: list[list[Row]], fill: int, lon
     sizes = [end - start for _, start, end in pieces]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     used = sum(sizes)
-    width = mask.shape[1]
-    flat = torch.cat([torch.arange(row.number * width + start, row.number * width + end) for row, start, end in pieces])
+    flat = np.concatenate([mask.shape[1] * row.number + np.arange(start, end) for row, start, end in pieces])
 
-    place = torch.full((len(mask) * width,), -1)  # of each cell of the batch among the tokens
+    place = np.full(mask.shape, -1)  # of each cell of the batch among the tokens
     for (row, start, end), at in zip(pieces, starts, strict=True):
-        place[row.number * width + start : row.number * width + end] = torch.arange(at, at + end - start)
+        place[row.number, start:end] = np.arange(at, at + end - start)
     for rows, at in zip(shared, starts, strict=False):
         for row in rows:
-            place[row.number * width : row.number * width + row.prompt] = torch.arange(at, at + row.prompt)
+            place[row.number, : row.prompt] = np.arange(at, at + row.prompt)
     rows_here = [row for rows in groups for row in rows]
-    cells = torch.cat([torch.arange(row.number * width, row.number * width + row.length) for row in rows_here])
-    cells = cells[mask.reshape(-1)[cells]]
+    cells = np.concatenate([mask.shape[1] * row.number + np.flatnonzero(mask[row.number]) for row in rows_here])
 
     filling = max(0, fill - used)
     piece = max(longest, *sizes)
     fillers = [min(piece, filling - start) for start in range(0, filling, piece)]
-    positions = [torch.arange(start, end) for _, start, end in pieces] + [torch.arange(size) for size in fillers]
-    ids = batch["input_ids"].reshape(-1)[flat]
+    positions = [np.arange(start, end) for _, start, end in pieces] + [np.arange(size) for size in fillers]
+    ids, labels = (batch[name].numpy().reshape(-1) for name in ("input_ids", "labels"))
     return Microbatch(
-        ids=torch.cat([ids, ids.new_zeros(filling)]),
-        positions=torch.cat(positions),
-        answers=place[cells],
-        labels=batch["labels"].reshape(-1)[cells],
-        cells=cells,
+        ids=torch.from_numpy(np.concatenate([ids[flat], np.zeros(filling, dtype=ids.dtype)])),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        answers=torch.from_numpy(place.reshape(-1)[cells]),
+        labels=torch.from_numpy(labels[cells]),
+        cells=torch.from_numpy(cells),
         packing=_packing(sizes + fillers, [len(rows) for rows in shared], piece, fill),
     )
 
 
 def _packing(sizes: list[int], answers: list[int], longest: int, fill: int) -> Packing:
     """Where the segments lie, from their sizes and the number of answers to each shared prompt."""
-    begin = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).int()
+    begin = np.cumsum([0, *sizes], dtype=np.int32)
     first = [len(answers) + sum(answers[:i]) for i in range(len(answers) + 1)]  # segment of the first answer
     prompts, follows = begin[: len(answers) + 1], begin[first]
     if not fill:
         shared = tuple((i, range(first[i], first[i + 1])) for i in range(len(answers)))
+        starts = torch.from_numpy(begin)
         if not shared:
-            return Packing(begin, None, None, longest, tuple(sizes))
-        return Packing(begin, prompts, follows, longest, tuple(sizes), shared)
+            return Packing(starts, None, None, longest, tuple(sizes))
+        return Packing(starts, torch.from_numpy(prompts), torch.from_numpy(follows), longest, tuple(sizes), shared)
 
-    def whole(cut: Tensor, count: int) -> Tensor:
+    def whole(cut: NDArray[np.int32], count: int) -> Tensor:
         """With empty segments at the end, so that there are `count`."""
-        return torch.cat([cut, cut[-1:].expand(count + 1 - len(cut))])
+        return torch.from_numpy(np.pad(cut, (0, count + 1 - len(cut)), mode="edge"))
 
     groups = -(-most_pieces(fill) // (3 * SEGMENTS)) * SEGMENTS  # a shared prompt has two answers at least
     starts = whole(begin, segments(fill, longest))
