@@ -140,8 +140,9 @@ def accumulate_gradients(
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; it must be at least 1.")
     device = next(model.parameters()).device
+    batch = {name: values.to(device) for name, values in batch.items() if values is not None}
     advantages, mask = batch["advantages"], batch["response_mask"].bool()  # [B], [B, T]
-    columns = {name: batch[name] for name in batch if name != "advantages" and batch[name] is not None}  # [B, T] each
+    columns = {name: values for name, values in batch.items() if name != "advantages"}  # [B, T] each
     sums = TokenSums(device, has_kl="rollout_log_probs" in columns)
     total = torch.zeros((), device=device)
     ### BEGIN YOUR CODE: drop rows without gradient, split, weigh each loss, run backward (notebook 08)
@@ -158,11 +159,11 @@ def accumulate_gradients(
     microbatch_size = -(-batch_rows // gradient_accumulation_steps)
     for start in range(0, len(rows), microbatch_size):
         chosen = rows[start : start + microbatch_size]  # [b]
-        part = {name: column[chosen, : widths[start]].to(device, non_blocking=True) for name, column in columns.items()}
+        part = {name: column[chosen, : widths[start]] for name, column in columns.items()}
         part_mask = part["response_mask"].bool()
         scored = score(model, part["input_ids"], part["labels"], return_token_entropy=True, temperature=temperature)
         per_token_loss, loss_metadata = algo.compute_policy_gradient_loss(
-            advantages[chosen].to(device),
+            advantages[chosen],
             scored["log_probs"],
             importance_reweighting_method,
             part.get("old_log_probs"),
@@ -177,7 +178,7 @@ def accumulate_gradients(
         if loss_normalization == "sequence":
             loss = loss * (len(chosen) / batch_rows)
         elif loss_normalization == "token":
-            loss = loss * (part_mask.sum() / batch_tokens.to(device))
+            loss = loss * (part_mask.sum() / batch_tokens)
         check_finite(loss, per_token_loss, part_mask, chosen)
         sums.add(scored, loss_metadata, part)
         del scored  # the entropy's graph is not needed in the backward pass

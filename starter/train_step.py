@@ -140,8 +140,9 @@ def accumulate_gradients(
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; it must be at least 1.")
     device = next(model.parameters()).device
+    batch = {name: values.to(device) for name, values in batch.items() if values is not None}
     advantages, mask = batch["advantages"], batch["response_mask"].bool()  # [B], [B, T]
-    columns = {name: batch[name] for name in batch if name != "advantages" and batch[name] is not None}  # [B, T] each
+    columns = {name: values for name, values in batch.items() if name != "advantages"}  # [B, T] each
     sums = TokenSums(device, has_kl="rollout_log_probs" in columns)
     total = torch.zeros((), device=device)
     ### BEGIN YOUR CODE: drop rows without gradient, split, weigh each loss, run backward (notebook 08)

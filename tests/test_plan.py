@@ -147,7 +147,8 @@ def test_the_worst_moment_of_the_resident_engine(options, worst):
     made = plan_update(TINY, size, engine="resident", optimizer_state="bf16", microbatch=2, **options)
     inputs = (3 if options.get("recompute_layers", True) else 1) * 10 * 4 * 2
     kept = {"libraries' workspace": WORKSPACE, "weights": 800, "gradients": 800, "optimizer state": 1600}
-    assert made.card["update"] == kept | {"layer inputs": inputs} | worst
+    batch = 4 * 5 * 48  # ids, labels, mask, log-probabilities and what belongs to them, of each place
+    assert made.card["update"] == kept | {"layer inputs": inputs, "the batch and its scores": batch} | worst
 
 
 def test_a_large_head_in_blocks_is_worse_than_a_layer():

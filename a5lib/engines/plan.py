@@ -240,6 +240,7 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
     gradients = {"gradients": ledger["gradients"]}
     one_layer = min(microbatch, size.sequences) * size.longest * shape.activation_bytes_per_token(bytes_per_weight)
     stored = {name: ledger[name] for name in ("weights", "gradients", "optimizer state", "layer inputs")}
+    stored["the batch and its scores"] = size.sequences * size.longest * BATCH_BYTES
     if not recompute_layers:
         stored["layer at work"] = ledger["layer at work"]  # of all layers, all the way
     # The ledger adds up what is never there at one time. The worst moment is in the head, in a layer, or at the end.
@@ -250,7 +251,11 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         {"layer at work": one_layer, new: 3 * shape.hidden * shape.intermediate * bytes_per_weight},
         {new: matrix},
     ]
-    scoring = {"layer at work": one_layer, "logits": ledger["logits"]}  # without a graph no layer keeps anything
+    scoring = {  # without a graph no layer keeps anything
+        "layer at work": one_layer,
+        "logits": ledger["logits"],
+        "the batch and its scores": size.scored * size.longest * BATCH_BYTES,
+    }
     base = ({"libraries' workspace": WORKSPACE} if on_card else {}) | _asleep(size)
     card = {
         "load": held,

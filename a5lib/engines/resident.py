@@ -67,22 +67,23 @@ class ResidentEngine:
         """See `Engine.score`. The microbatches are those of `accumulate`: then a ratio is exactly 1 before any update,
         also in bfloat16, where the same row in another batch rounds differently. Rows with advantage 0 stay 0.
         """
+        batch = {name: values.to(self.device) for name, values in batch.items()}
         mask = batch["response_mask"].bool()
-        out = {name: torch.zeros(mask.shape) for name in ("log_probs", "token_entropy")}
+        out = {name: torch.zeros(mask.shape, device=self.device) for name in ("log_probs", "token_entropy")}
         trained = (batch["advantages"] != 0) & mask.any(dim=1)
         size = -(-self.config.train_batch_size // self.config.gradient_accumulation_steps)
         microbatches: list[Tensor] = []
-        for rows in torch.arange(len(mask)).split(self.config.train_batch_size):
+        for rows in torch.arange(len(mask), device=self.device).split(self.config.train_batch_size):
             rows = rows[trained[rows]]
             microbatches += rows[by_length(mask[rows])].split(size) if len(rows) else ()
         with torch.no_grad():
             for index in microbatches:
-                used = used_width(batch["response_mask"][index])
-                ids, labels = (batch[name][index, :used].to(self.device) for name in ("input_ids", "labels"))
+                used = used_width(mask[index])
+                ids, labels = (batch[name][index, :used] for name in ("input_ids", "labels"))
                 scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)
                 for name, values in out.items():
-                    values[index, :used] = scores[name].float().cpu()
-        return out
+                    values[index, :used] = scores[name].float()
+        return {name: values.cpu() for name, values in out.items()}
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
         """See `Engine.accumulate`; the work is `algo.accumulate_gradients`.

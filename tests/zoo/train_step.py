@@ -21,7 +21,7 @@ FAULTS = [
     Fault("not weighed", old=SHARE, new="pass", words="as it is"),
     Fault(
         "token mean weighed by rows",
-        old="loss = loss * (part_mask.sum() / batch_tokens.to(device))",
+        old="loss = loss * (part_mask.sum() / batch_tokens)",
         new="loss = loss * (len(chosen) / batch_rows)",
         words="token mean is weighed by rows",
     ),
