@@ -78,7 +78,8 @@ def bench_update(
 ) -> list[Row]:
     """Run rows of the benchmark and write what came out.
 
-    While a row runs, the process of the next one imports its libraries and waits: that costs no time of the card.
+    While a row builds its model, the process of the next one imports its libraries and then waits: that costs no time
+    of the card, and no import takes a core beside a row that is being measured.
 
     Args:
         names: rows or groups of rows by name; "all"; or "none", to draw the tables again from what is there.
@@ -150,48 +151,57 @@ def latest_rows(folder: Path) -> list[Row]:
 
 def _run_all(variants: Sequence[Variant], folder: Path, device: str) -> Iterable[Row]:
     with contextlib.ExitStack() as stack:
-        waiting: list[subprocess.Popen[str]] = []
 
-        def start(variant: Variant) -> None:
-            log = stack.enter_context(open(folder / "logs" / f"{variant.name}.txt", "w", encoding="utf-8"))
-            process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
+        def start(variant: Variant) -> subprocess.Popen[str]:
+            log = stack.enter_context(open(_log(folder, variant), "w", encoding="utf-8"))
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, stderr=log, text=True, bufsize=1)
             stack.callback(_end, process)
-            waiting.append(process)
+            return process
 
-        for variant in variants[:1]:
-            start(variant)
+        following = start(variants[0]) if variants else None
         for i, variant in enumerate(variants):
-            process = waiting.pop()
-            if i + 1 < len(variants):
-                start(variants[i + 1])
-            yield _ask(process, variant, folder, device)
+            process = following
+            assert process is not None
+            result = folder / "logs" / f"{variant.name}.json"
+            result.unlink(missing_ok=True)
+            _say(process, json.dumps({"variant": dataclasses.asdict(variant), "device": device, "result": str(result)}))
+            following = start(variants[i + 1]) if i + 1 < len(variants) else None
+            if following is not None and following.stdout is not None:
+                following.stdout.readline()  # "imported", or the end of a process that has died
+            _say(process, "measure")
+            yield _ended(process, variant, folder, result)
+
+
+def _log(folder: Path, variant: Variant) -> Path:
+    return folder / "logs" / f"{variant.name}.txt"
+
+
+def _say(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died already; its exit code will say so
+        process.stdin.write(line + "\n")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    if process.stdin:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
-def _ask(process: subprocess.Popen[str], variant: Variant, folder: Path, device: str) -> Row:
-    """Let a waiting process run a row, and read what it wrote."""
-    result = folder / "logs" / f"{variant.name}.json"
-    result.unlink(missing_ok=True)
-    request = {"variant": dataclasses.asdict(variant), "device": device, "result": str(result)}
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died already; its exit code says so below
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
+def _ended(process: subprocess.Popen[str], variant: Variant, folder: Path, result: Path) -> Row:
+    """Wait for a row, and read what it wrote."""
     try:
         code = process.wait(timeout=60 * variant.minutes)
     except subprocess.TimeoutExpired:
         _end(process)
         return _failed(variant, f"given up after {variant.minutes:g} minutes")
     if not result.exists():
-        last = (folder / "logs" / f"{variant.name}.txt").read_text(encoding="utf-8", errors="replace").strip()
+        last = _log(folder, variant).read_text(encoding="utf-8", errors="replace").strip()
         words = last.splitlines()[-1][:200] if last else "it said nothing"
         why = "killed, as when the host's memory runs out" if code == -9 else f"exit code {code}"
         return _failed(variant, f"the process ended without a result ({why}): {words}")
@@ -208,14 +218,19 @@ def _failed(variant: Variant, reason: str) -> Row:
 
 
 def main() -> None:
-    """The process of one row: libraries are imported by now; wait for the request, run it, write the record."""
+    """The process of one row: libraries are imported by now; wait for the request, run it, write the record.
+
+    Standard output says so once; what is printed later goes to the log, as standard error does.
+    """
+    print("imported", flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline()
     if not line:
         return  # nobody needs this row any more
     request = json.loads(line)
     variant = Variant(**request["variant"])
     try:
-        row = run_row(variant, request["device"])
+        row = run_row(variant, request["device"], before_measuring=sys.stdin.readline)
     except Exception as error:
         traceback.print_exc()
         words = " ".join(str(error).split())
@@ -226,7 +241,7 @@ def main() -> None:
     os._exit(0)  # giving back tens of GiB page by page takes longer than the row
 
 
-def run_row(variant: Variant, device_name: str) -> Row:
+def run_row(variant: Variant, device_name: str, before_measuring: Callable[[], object] = lambda: None) -> Row:
     """Build what a row needs, run its warm-ups and updates, and return its record, JSON values only."""
     device = torch.device(device_name)
     began = time.perf_counter()
@@ -240,6 +255,7 @@ def run_row(variant: Variant, device_name: str) -> Row:
     )  # fmt: skip
     model, update, plan = build(variant, force_padding(batch) if variant.padded else batch, device)
     setup = time.perf_counter() - began
+    before_measuring()
     seconds, phases, losses, norms = measure(
         update, variant.warmups, variant.updates, MemoryRecorder(device, interval=0.2)
     )

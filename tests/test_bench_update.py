@@ -287,14 +287,39 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_next_one_runs(tmp_path: P
 
 
 def test_a_process_that_dies_is_a_row_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dying = "import os, sys; sys.stdin.readline(); print('something broke'); sys.stdout.flush(); os._exit(7)"
+    dying = "import os, sys; sys.stdin.readline(); print('something broke', file=sys.stderr, flush=True); os._exit(7)"
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", dying))
     rows, _ = run(tmp_path, "host")
     assert rows[0]["error"] == "the process ended without a result (exit code 7): something broke"
-    killed = "import os, sys; sys.stdin.readline(); os.kill(os.getpid(), 9)"
+    killed = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", killed))
-    rows, _ = run(tmp_path, "host")
-    assert "killed, as when the host's memory runs out" in rows[0]["error"]
+    rows, _ = run(tmp_path, "host", "published")  # the second is dead before the first is measured
+    assert all("killed, as when the host's memory runs out" in row["error"] for row in rows)
+
+
+SLOW_IMPORT = """
+import json, sys, time
+def note(word): open(sys.argv[1], "a").write(word + "\\n")
+time.sleep(0.3)
+note("imported")
+print("imported", flush=True)
+request = json.loads(sys.stdin.readline())
+note("built")
+sys.stdin.readline()
+note("measured")
+open(request["result"], "w").write(json.dumps({"variant": request["variant"], "error": "nothing is measured here"}))
+"""
+
+
+def test_a_row_is_measured_when_the_next_ones_imports_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import takes a core, and a processor that shares its cores holds up a card."""
+    notes = tmp_path / "notes"
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", SLOW_IMPORT, str(notes)))
+    rows, _ = run(tmp_path, "host", "published", "resident")
+    assert [row["error"] for row in rows] == ["nothing is measured here"] * 3
+    said = notes.read_text().split()
+    imported, measured = ([i for i, word in enumerate(said) if word == what] for what in ("imported", "measured"))
+    assert imported[1] < measured[0] < imported[2] < measured[1] < measured[2]
 
 
 def fake_row(name: str, seconds: float, allocated: int, card: int | None = None, predicted: int | None = None) -> dict:
