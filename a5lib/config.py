@@ -131,7 +131,8 @@ class TrainConfig:
     """GiB of the card that the run may use, all included; on the CPU it chooses the layer-major engine (default: what
     is free)."""
     compile_layer: bool | None = None
-    """Layer-major engine: compile the layer, the head's blocks and AdamW (default: bfloat16 on a card with Triton)."""
+    """Layer-major engine: compile the layer, the head's blocks and AdamW; resident engine with --recompute-layers and
+    --head fused: the layers and AdamW (default: bfloat16 on a card with Triton)."""
     low_memory: bool = False
     """Sets --recompute-layers, --head blocks and one response a microbatch: less memory, more time."""
     recompute_layers: bool | None = None

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -326,6 +327,7 @@ class AdamW(torch.optim.Optimizer):
         state_precision: "fp32", "bf16", "bf16_stochastic" (rounding of Zamirai et al. 2020) or "bf16_kahan"
             (Kahan summation, same paper).
         seed: of the stochastic rounding.
+        compiled: compile the update, which then makes no temporaries and takes a parameter at one time.
 
     Raises:
         ValueError: an unknown `state_precision`, or a parameter of another type.
@@ -340,12 +342,15 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         state_precision: OptimizerState = "fp32",
         seed: int = 0,
+        compiled: bool = False,
     ) -> None:
         if state_precision not in STATE_PRECISIONS:
             raise ValueError(f"state_precision is {state_precision!r}; choose from {', '.join(STATE_PRECISIONS)}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state_precision = state_precision
         self.seed = seed
+        self.update = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
+        self.block = sys.maxsize if compiled else BLOCK
         for i, p in enumerate(self._parameters()):
             if p.dtype not in (torch.float32, torch.float64, torch.bfloat16):
                 raise ValueError(f"Parameter {i} is {p.dtype}; AdamW takes float32, float64 and bfloat16 parameters.")
@@ -400,9 +405,9 @@ class AdamW(torch.optim.Optimizer):
         assert p.grad is not None
         state = {name: value.view(-1) for name, value in self.state[p].items() if name != "step"}
         weight, grad = p.detach().reshape(-1), p.grad.reshape(-1)  # copies where the layout is not contiguous
-        for at in range(0, p.numel(), BLOCK):
-            block = slice(at, at + BLOCK)
-            adamw_update(
+        for at in range(0, p.numel(), self.block):
+            block = slice(at, at + self.block)
+            self.update(
                 weight[block],
                 grad[block],
                 {name: value[block] for name, value in state.items()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -185,3 +187,62 @@ def test_rows_go_from_the_longest_and_padding_is_cut() -> None:
     mask = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
     assert by_length(mask).tolist() == [1, 0, 2]
     assert [used_width(mask), used_width(mask[2:])] == [3, 1]
+
+
+def compiled_engine(dtype: torch.dtype = torch.float32) -> ResidentEngine:
+    config = resolve(TrainConfig(model="x", algorithm="offpolicy_clip", rollout_batch_size=8, group_size=4,
+                                 train_batch_size=8, gradient_accumulation_steps=4, recompute_layers=True, head="fused",
+                                 max_tokens=16))  # fmt: skip
+    return ResidentEngine(tiny_olmo2().to(dtype), config, load_algo("solutions"), compiled=True)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's front and its graphs of forward and backward, without the code that takes a minute to make."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.utils.counters.clear()
+
+
+def test_compiled_layers_give_the_gradient_and_the_step_of_plain_ones(quick_compiler: None) -> None:
+    batch = ragged_batch()
+    this, plain = compiled_engine(), engine()
+    for one in (this, plain):
+        one.accumulate(batch)
+    gradients = {name: p.grad for name, p in plain.model.named_parameters()}
+    for name, parameter in this.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-7, msg=name)
+    for one in (this, plain):
+        one.step(1e-3)
+    weights = dict(plain.model.named_parameters())
+    for name, parameter in this.model.named_parameters():
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_one_code_serves_every_layer_and_every_length(quick_compiler: None) -> None:
+    this = compiled_engine()
+    assert len(this.model.base_model.layers) == 2
+    for seed in range(3):
+        this.accumulate(ragged_batch(seed=seed))
+        this.step(1e-4)
+    counters = torch._dynamo.utils.counters
+    # A layer's, for several rows and for one; AdamW's, for matrices and for vectors.
+    assert counters["stats"]["unique_graphs"] <= 4
+    assert not counters["graph_break"]
+
+
+def test_compiled_scores_are_to_the_bit_those_of_the_update(quick_compiler: None) -> None:
+    this, batch = compiled_engine(torch.bfloat16), ragged_batch()
+    batch["old_log_probs"] = this.score(batch)["log_probs"]
+    _, metadata = this.accumulate(batch)
+    assert (metadata["ratio_min"], metadata["ratio_max"]) == (1.0, 1.0)
+
+
+def test_layers_run_their_own_code_outside_of_scoring_and_updates(quick_compiler: None) -> None:
+    this, batch = compiled_engine(), ragged_batch()
+    layers = list(this.model.base_model.layers)
+    this.score(batch)
+    assert not any("forward" in vars(layer) for layer in layers)
+    with pytest.raises(FloatingPointError):
+        this.accumulate(batch | {"old_log_probs": torch.full_like(batch["old_log_probs"], torch.nan)})
+    assert not any("forward" in vars(layer) for layer in layers)
+    assert not this.model.training

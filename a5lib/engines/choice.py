@@ -78,7 +78,7 @@ def plan_run(
 
 
 def compiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the layer-major engine compiles by itself: packed attention has a kernel there, and Triton is there."""
+    """Whether engines compile unless told otherwise: packed attention has a kernel there, and Triton is there."""
     return flash_fits(device, dtype) and importlib.util.find_spec("triton") is not None
 
 
@@ -105,4 +105,4 @@ def make_engine(
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)
     torch.nn.Module.to(model, device)
-    return ResidentEngine(model, config, algo, plan.head_block, shared)
+    return ResidentEngine(model, config, algo, plan.head_block, shared, plan.compiled)

@@ -207,7 +207,8 @@ def plan_update(
         engine: a name, or None to choose.
         optimizer_state: how AdamW keeps its state.
         bytes_per_weight: 2 for bfloat16, 4 for float32.
-        compiled: whether the layer-major engine compiles its layer.
+        compiled: whether the engine compiles its layers and AdamW; the resident engine only with layers recomputed and
+            the head "fused".
         microbatch, recompute_layers, head: rows at a time and the switches of the resident engine.
         head_block: tokens whose logits exist at one time; None: `HEAD_BLOCK`, or 32 for the head in "blocks".
         on_card: False where the CPU's own memory stands for the card.
@@ -216,7 +217,7 @@ def plan_update(
         UserError: nothing fits; says what the smallest setting needs.
     """
     resident = _resident(shape, size, budget, optimizer_state, bytes_per_weight, microbatch, recompute_layers, head,
-                         head_block, on_card)  # fmt: skip
+                         head_block, on_card, compiled and recompute_layers and head == "fused")  # fmt: skip
     fits = budget is None or resident.peak() <= usable(budget, on_card=on_card)
     if engine == "resident" or (engine is None and fits):
         if not fits:
@@ -230,7 +231,7 @@ def plan_update(
 
 def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer_state: OptimizerState,
               bytes_per_weight: int, microbatch: int, recompute_layers: bool, head: HeadName,
-              head_block: int | None, on_card: bool) -> Plan:  # fmt: skip
+              head_block: int | None, on_card: bool, compiled: bool) -> Plan:  # fmt: skip
     block = head_block or (HEAD_BLOCK[False] if head == "fused" else 32)
     ledger = update_ledger(
         shape, sequences=size.sequences, length=size.longest, microbatch=microbatch, optimizer_state=optimizer_state,
@@ -251,8 +252,10 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         {"layer at work": one_layer, new: 3 * shape.hidden * shape.intermediate * bytes_per_weight},
         {new: matrix},
     ]
-    scoring = {  # without a graph no layer keeps anything
+    temporaries = 0 if compiled else 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK
+    scoring = {  # without a graph, which only compiled layers get, no layer keeps anything
         "layer at work": one_layer,
+        "layer inputs": ledger["layer inputs"] * compiled,
         "logits": ledger["logits"],
         "the batch and its scores": size.scored * size.longest * BATCH_BYTES,
     }
@@ -262,13 +265,14 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         "generate": held | _generation(shape, size, bytes_per_weight, _room(budget, held | base, on_card)),
         "score": held | (scoring if size.scored else {}),
         "update": max((moment | stored for moment in moments), key=lambda buffers: sum(buffers.values())),
-        "step": held | gradients | {"AdamW's temporaries": 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK},
+        "step": held | gradients | {"AdamW's temporaries": temporaries},
         "save": held,
     }
     card = {phase: base | names for phase, names in card.items()}
     return Plan(
         longest=size.longest, microbatch_tokens=microbatch * size.longest, engine="resident",
-        microbatches=-(-size.sequences // microbatch), head_block=block, on_card=on_card, budget=budget, card=card,
+        microbatches=-(-size.sequences // microbatch), head_block=block, compiled=compiled, on_card=on_card,
+        budget=budget, card=card,
         host=({"weights while loading": ledger["weights"]} if on_card else {})
         | ({"weights for vLLM": ledger["weights"]} if size.served or size.sent else {}),
         traffic={f"{phase}, {way}": 0 for phase in TRIPS for way in ("in", "out")},

@@ -2,12 +2,15 @@
 
 The mathematics is `algo`'s: this file only chooses rows, moves them, and steps. Its savings can be switched one by one:
 `--gradient-accumulation-steps` for small microbatches, `--recompute-layers`, and `--head` for the way of scoring. AdamW
-works in blocks in any case (see `a5lib.optimizers`).
+works in blocks in any case (see `a5lib.optimizers`). With layers recomputed and the head fused, layers and AdamW can be
+compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,7 @@ class ResidentEngine:
         algo: the exercise functions (see `a5lib.course.load_algo`).
         head_block: positions whose logits exist at one time, unless the head is "full".
         shared: memory through which the weights are sent for generation.
+        compiled: compile the layers, which have to be recomputed then, and AdamW.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class ResidentEngine:
         algo: Any,
         head_block: int = 32,
         shared: SharedWeights | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model = model
         self.config = config
@@ -53,6 +58,12 @@ class ResidentEngine:
         }[config.head]
         if config.recompute_layers:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.compiled: dict[torch.nn.Module, Callable[..., Any]] = {}  # what each layer runs instead of its own forward
+        if compiled:
+            torch.compiler.reset()  # code compiled for an earlier engine fills a cache with few places
+            core: Any = model.base_model
+            run = torch.compile(type(core.layers[0]).forward, dynamic=True)  # one code for all lengths and layers
+            self.compiled = {layer: types.MethodType(run, layer) for layer in core.layers}
         self.optimizer = AdamW(
             model.parameters(),
             lr=config.learning_rate,
@@ -61,6 +72,7 @@ class ResidentEngine:
             weight_decay=config.weight_decay,
             state_precision=config.optimizer_state,
             seed=config.seed,
+            compiled=compiled,
         )
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
@@ -76,13 +88,15 @@ class ResidentEngine:
         for rows in torch.arange(len(mask), device=self.device).split(self.config.train_batch_size):
             rows = rows[trained[rows]]
             microbatches += rows[by_length(mask[rows])].split(size) if len(rows) else ()
-        with torch.no_grad():
+        # Code that is compiled for a graph rounds otherwise than code for none, and `accumulate` needs a graph.
+        with self._at_work(), torch.set_grad_enabled(bool(self.compiled)):
             for index in microbatches:
                 used = used_width(mask[index])
                 ids, labels = (batch[name][index, :used] for name in ("input_ids", "labels"))
                 scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)
                 for name, values in out.items():
-                    values[index, :used] = scores[name].float()
+                    values[index, :used] = scores[name].detach().float()
+                del scores  # and with it the graph, before the next one grows
         return {name: values.cpu() for name, values in out.items()}
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
@@ -92,24 +106,22 @@ class ResidentEngine:
         """
         preset = self.config.preset
         constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
-        self.model.train()  # layers are recomputed only in training mode; these models have no dropout
         try:
-            loss, metadata = self.algo.accumulate_gradients(
-                self.model,
-                batch,
-                self.config.gradient_accumulation_steps,
-                preset.importance_reweighting_method,
-                preset.cliprange,
-                preset.loss_normalization,
-                constant,
-                self.config.temperature,
-                score=self.score_fn,
-            )
+            with self._at_work():
+                loss, metadata = self.algo.accumulate_gradients(
+                    self.model,
+                    batch,
+                    self.config.gradient_accumulation_steps,
+                    preset.importance_reweighting_method,
+                    preset.cliprange,
+                    preset.loss_normalization,
+                    constant,
+                    self.config.temperature,
+                    score=self.score_fn,
+                )
         except BaseException:  # some microbatches have been added already
             self.optimizer.zero_grad(set_to_none=True)
             raise
-        finally:
-            self.model.eval()
         return float(loss), metadata
 
     def step(self, learning_rate: float) -> float:
@@ -144,6 +156,21 @@ class ResidentEngine:
 
     def release(self) -> None:
         """See `Engine.release`: here everything stays, because generation uses the very same weights."""
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """In here the model is in training mode, without which it recomputes no layer (these models have no dropout),
+        and its layers run compiled code. Generation runs the layers as they are: there the shapes change all the time.
+        """
+        self.model.train()
+        for layer, run in self.compiled.items():
+            layer.forward = run
+        try:
+            yield
+        finally:
+            for layer in self.compiled:
+                del layer.forward
+            self.model.eval()
 
 
 def fused_scores(
