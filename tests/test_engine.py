@@ -220,13 +220,13 @@ def test_compiled_layers_give_the_gradient_and_the_step_of_plain_ones(quick_comp
 
 def test_one_code_serves_every_layer_and_every_length(quick_compiler: None) -> None:
     this = compiled_engine()
-    assert len(this.model.base_model.layers) == 2
+    assert len(this.model.base_model.layers) == 2  # twice as many codes, were there one for each layer
     for seed in range(3):
         this.accumulate(ragged_batch(seed=seed))
         this.step(1e-4)
     counters = torch._dynamo.utils.counters
-    # A layer's, for several rows and for one; AdamW's, for matrices and for vectors.
-    assert counters["stats"]["unique_graphs"] <= 4
+    # A layer's with a graph and without, each for several rows and for one; AdamW's, for matrices and for vectors.
+    assert counters["stats"]["unique_graphs"] <= 6
     assert not counters["graph_break"]
 
 

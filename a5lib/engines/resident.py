@@ -57,7 +57,8 @@ class ResidentEngine:
             "fused": partial(fused_scores, block=head_block),
         }[config.head]
         if config.recompute_layers:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # The reentrant kind keeps no graph on the way up, and needs no call of Python for each tensor of a layer.
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         self.compiled: dict[torch.nn.Module, Callable[..., Any]] = {}  # what each layer runs instead of its own forward
         if compiled:
             torch.compiler.reset()  # code compiled for an earlier engine fills a cache with few places
@@ -88,15 +89,13 @@ class ResidentEngine:
         for rows in torch.arange(len(mask), device=self.device).split(self.config.train_batch_size):
             rows = rows[trained[rows]]
             microbatches += rows[by_length(mask[rows])].split(size) if len(rows) else ()
-        # Code that is compiled for a graph rounds otherwise than code for none, and `accumulate` needs a graph.
-        with self._at_work(), torch.set_grad_enabled(bool(self.compiled)):
+        with self._at_work(), torch.no_grad():
             for index in microbatches:
                 used = used_width(mask[index])
                 ids, labels = (batch[name][index, :used] for name in ("input_ids", "labels"))
                 scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)
                 for name, values in out.items():
-                    values[index, :used] = scores[name].detach().float()
-                del scores  # and with it the graph, before the next one grows
+                    values[index, :used] = scores[name].float()
         return {name: values.cpu() for name, values in out.items()}
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
@@ -106,6 +105,7 @@ class ResidentEngine:
         """
         preset = self.config.preset
         constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
+        self.model.train()  # layers are recomputed only in training mode; these models have no dropout
         try:
             with self._at_work():
                 loss, metadata = self.algo.accumulate_gradients(
@@ -122,6 +122,8 @@ class ResidentEngine:
         except BaseException:  # some microbatches have been added already
             self.optimizer.zero_grad(set_to_none=True)
             raise
+        finally:
+            self.model.eval()
         return float(loss), metadata
 
     def step(self, learning_rate: float) -> float:
@@ -159,10 +161,9 @@ class ResidentEngine:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """In here the model is in training mode, without which it recomputes no layer (these models have no dropout),
-        and its layers run compiled code. Generation runs the layers as they are: there the shapes change all the time.
+        """In here layers run their compiled code, if there is one. Generation runs them as they are, because there the
+        shapes change all the time.
         """
-        self.model.train()
         for layer, run in self.compiled.items():
             layer.forward = run
         try:
@@ -170,7 +171,6 @@ class ResidentEngine:
         finally:
             for layer in self.compiled:
                 del layer.forward
-            self.model.eval()
 
 
 def fused_scores(
