@@ -11,6 +11,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -19,6 +20,7 @@ from a5lib.bench_variants import VARIANTS
 from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
 from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
+from a5lib.cycle_views import checks, growth, newest
 from a5lib.engines.parts import FAMILIES
 from a5lib.engines.plan import GIB, gib
 from a5lib.errors import UserError
@@ -377,6 +379,26 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
     assert [row[1] for row in moved] == 2 * [f"{weights / speed:.2f}"]
     assert f" {plans['fp32'].transfer_seconds(speed, speed):.2f}" in rows[-1][1]
     assert rows[7][2].split()[0] == str(request.size.served) and str(request.size.response) in rows[7][2]
+
+
+@both
+def test_the_cycles_on_a_card_are_those_of_the_logs(page):
+    text = section(page, heading_number("What a cycle takes"))
+    for budget, *figures in wide_rows(text, 7):
+        rows = read_jsonl(ROOT / "runs" / f"diagnose-backend-{budget.removesuffix(' GiB')}" / "rows.jsonl")
+        (group,) = newest(rows)
+        run = group["vllm-colocated"]
+        setting = run.start["setting"]
+        assert (setting["responses"], setting["max_tokens"]) == (128, 256) and "NVIDIA H200" in setting["device"]
+        assert budget == f"{setting['vram_budget']:.0f} GiB" and len(run.steady) == 9
+        speeds = [run.start["weight_bytes"] / s / 1e9 for s in run.phase("load")]
+        assert figures == [
+            f"{median(run.hand_overs()):.2f}", f"{median(run.phase('verify')):.2f}", f"{median(speeds):.1f}",
+            f"{run.median('tokens_per_second'):,.0f}", f"{run.median('cycle_seconds'):.2f}", f"{run.peak() / GIB:.2f}",
+        ]  # fmt: skip
+        assert all(check.passed for check in checks(group)) and run.end["orphans"] == []
+        for kind in ("card", "trainer", "worker", "shared"):
+            assert f"{100 * growth(run, kind):.1f}" in ("0.0", "-0.0"), kind
 
 
 @both
