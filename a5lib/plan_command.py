@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,12 +116,20 @@ def find_target(vram: str | None) -> Target:
 
 
 def own_card() -> tuple[str, int] | None:
-    """Name and free bytes of the first card of this machine, as the driver says; None where there is none."""
+    """Name and free bytes of the card that a run would take, as the driver says; None where there is none.
+
+    It is the first that CUDA_VISIBLE_DEVICES names, by number (as nvidia-smi counts) or by UUID; without it, the first.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first in ("", "-1"):
+        return None
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        by_number = first.isdecimal()
+        find = pynvml.nvmlDeviceGetHandleByIndex if by_number else pynvml.nvmlDeviceGetHandleByUUID
+        handle = find(int(first) if by_number else first)
         return str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     except Exception:  # no package, no driver, or a driver that does not say
         return None

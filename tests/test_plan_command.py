@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from a5lib.synthetic import published_config
 from tests.helpers import tiny_olmo2
 
 ROOT = Path(__file__).parent.parent
+REAL_OWN_CARD = plan_command.own_card
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,31 @@ def test_with_a_card_here_its_link_is_measured_and_its_free_memory_is_the_budget
     assert "on this machine's NVIDIA RTX 4070" in text and "of 10.00 GiB" in text
     assert f"{made.transfer_seconds(20e9, 10e9):.2f} s at the 20.0 and 10.0 GB/s measured here" in text
     assert "pageable memory: 7.0 GB/s" in text and "assumed" not in text
+
+
+@pytest.mark.parametrize(
+    ("visible", "card"),
+    [(None, "card 0"), ("1,0", "card 1"), ("GPU-two", "card GPU-two"), ("", None), ("-1", None), ("7", None)],
+)
+def test_the_card_planned_for_is_the_first_that_a_run_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, card: str | None
+) -> None:
+    def by_index(number: int) -> str:
+        if number > 1:
+            raise ValueError("no such card")
+        return f"card {number}"
+
+    driver = types.SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=by_index, nvmlDeviceGetName=lambda handle: handle,
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"card {uuid}",
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(free=5 * GIB),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert REAL_OWN_CARD() == (None if card is None else (card, 5 * GIB))
 
 
 def test_a_row_for_each_common_card():
