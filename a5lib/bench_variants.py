@@ -118,7 +118,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("host", "engines", "layer-major, bf16 state, everything on the host", HOST),
     Variant("host-fp32", "engines", "layer-major, fp32 master, everything on the host",
             HOST | {"optimizer_state": "fp32"}),
-    Variant("resident", "engines", "resident, our head", RESIDENT, microbatch=4),
+    Variant("resident", "engines", "resident, our head, layers compiled", RESIDENT, microbatch=4),
     Variant("published", "engines", "resident as published", PUBLISHED, microbatch=1, adamw="loop", **SLOW),
     *_budgets(),
     Variant("ragged-host", "ragged", "ragged, layer-major, everything on the host", HOST, **RAGGED),

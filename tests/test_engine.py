@@ -189,6 +189,23 @@ def test_rows_go_from_the_longest_and_padding_is_cut() -> None:
     assert [used_width(mask), used_width(mask[2:])] == [3, 1]
 
 
+@pytest.mark.parametrize("recompute_layers", [False, True])
+def test_layers_behind_frozen_embeddings_get_their_gradient(recompute_layers: bool) -> None:
+    config = resolve(TrainConfig(model="x", algorithm="offpolicy_clip", rollout_batch_size=8, group_size=4,
+                                 train_batch_size=8, gradient_accumulation_steps=4, max_tokens=16,
+                                 recompute_layers=recompute_layers))  # fmt: skip
+    model = tiny_olmo2()
+    model.get_input_embeddings().requires_grad_(False)
+    this = ResidentEngine(model, config, load_algo("solutions"))
+    batch = ragged_batch()
+    this.accumulate(batch)
+    expected = float64_gradients(batch)
+    for name, parameter in this.model.named_parameters():
+        if parameter.requires_grad:
+            error = (parameter.grad.double() - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-5, name
+
+
 def compiled_engine(dtype: torch.dtype = torch.float32) -> ResidentEngine:
     config = resolve(TrainConfig(model="x", algorithm="offpolicy_clip", rollout_batch_size=8, group_size=4,
                                  train_batch_size=8, gradient_accumulation_steps=4, recompute_layers=True, head="fused",
