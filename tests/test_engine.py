@@ -213,6 +213,13 @@ def compiled_engine(dtype: torch.dtype = torch.float32) -> ResidentEngine:
     return ResidentEngine(tiny_olmo2().to(dtype), config, load_algo("solutions"), compiled=True)
 
 
+def even_batch() -> dict[str, torch.Tensor]:
+    """Every microbatch has two rows: one alone would be compiled for itself."""
+    batch = ragged_batch()
+    batch["advantages"][2] = 1.0
+    return batch
+
+
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's front and its graphs of forward and backward, without the code that takes a minute to make."""
@@ -221,7 +228,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_layers_give_the_gradient_and_the_step_of_plain_ones(quick_compiler: None) -> None:
-    batch = ragged_batch()
+    batch = even_batch()
     this, plain = compiled_engine(), engine()
     for one in (this, plain):
         one.accumulate(batch)
@@ -248,14 +255,14 @@ def test_one_code_serves_every_layer_and_every_length(quick_compiler: None) -> N
 
 
 def test_compiled_scores_are_to_the_bit_those_of_the_update(quick_compiler: None) -> None:
-    this, batch = compiled_engine(torch.bfloat16), ragged_batch()
+    this, batch = compiled_engine(torch.bfloat16), even_batch()
     batch["old_log_probs"] = this.score(batch)["log_probs"]
     _, metadata = this.accumulate(batch)
     assert (metadata["ratio_min"], metadata["ratio_max"]) == (1.0, 1.0)
 
 
 def test_layers_run_their_own_code_outside_of_scoring_and_updates(quick_compiler: None) -> None:
-    this, batch = compiled_engine(), ragged_batch()
+    this, batch = compiled_engine(), even_batch()
     layers = list(this.model.base_model.layers)
     this.score(batch)
     assert not any("forward" in vars(layer) for layer in layers)
