@@ -23,6 +23,7 @@ import importlib.metadata
 import json
 import math
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def bench_update(
     """Run rows of the benchmark and write what came out.
 
     While a row builds its model, the process of the next one imports its libraries and then waits: that costs no time
-    of the card, and no import takes a core beside a row that is being measured.
+    of the card, and no import takes a core beside updates that are being measured.
 
     Args:
         names: rows or groups of rows by name; "all"; or "none", to draw the tables again from what is there.
@@ -167,8 +168,8 @@ def _run_all(variants: Sequence[Variant], folder: Path, device: str) -> Iterable
             result.unlink(missing_ok=True)
             _say(process, json.dumps({"variant": dataclasses.asdict(variant), "device": device, "result": str(result)}))
             following = start(variants[i + 1]) if i + 1 < len(variants) else None
-            if following is not None and following.stdout is not None:
-                following.stdout.readline()  # "imported", or the end of a process that has died
+            if following is not None and following.stdout is not None:  # until it says "imported", or has died
+                select.select([following.stdout], [], [], 60 * variant.minutes)
             _say(process, "measure")
             yield _ended(process, variant, folder, result)
 
@@ -230,7 +231,7 @@ def main() -> None:
     request = json.loads(line)
     variant = Variant(**request["variant"])
     try:
-        row = run_row(variant, request["device"], before_measuring=sys.stdin.readline)
+        row = run_row(variant, request["device"], before_measuring=_wait_for_a_word)
     except Exception as error:
         traceback.print_exc()
         words = " ".join(str(error).split())
@@ -239,6 +240,11 @@ def main() -> None:
     Path(request["result"]).write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # giving back tens of GiB page by page takes longer than the row
+
+
+def _wait_for_a_word() -> None:
+    if not sys.stdin.readline():
+        os._exit(0)  # whoever asked for the row has ended
 
 
 def run_row(variant: Variant, device_name: str, before_measuring: Callable[[], object] = lambda: None) -> Row:

@@ -57,7 +57,7 @@ class Card:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether packed attention runs on it, and the layer-major engine compiles."""
+        """Whether packed attention runs on it, and engines compile."""
         return self.capability >= (8, 0)
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ STATE_PRECISIONS: tuple[OptimizerState, ...] = ("fp32", "bf16", "bf16_stochastic
 # model would otherwise need several gigabytes of them. Measured in blocks of float32, they are 3 with the state
 # `fp32`, 9 with `bf16_stochastic`, and 6 with the other two.
 BLOCK = 1 << 21
+COMPILED_BLOCK = 1 << 24  # compiled code makes no temporaries, but the compiler's trials copy a block
 
 WEIGHT, SECOND_MOMENT = 0, 1  # the two streams of `random_bits`
 
@@ -315,8 +315,8 @@ class AdamW(torch.optim.Optimizer):
 
     The arithmetic is `adamw_update`; `state_precision` (table at the top of this file) says how the result is stored.
     It concerns bfloat16 parameters only: float32 and float64 parameters have state of their own type and give what
-    `torch.optim.AdamW` gives. Blocks of at most `BLOCK` elements are updated one after another, so no temporary has the
-    size of the model.
+    `torch.optim.AdamW` gives. Blocks of at most `BLOCK` elements (compiled: `COMPILED_BLOCK`) are updated one after
+    another, so no temporary has the size of the model.
 
     Args:
         params: parameters or parameter groups, float32, float64 or bfloat16.
@@ -327,7 +327,7 @@ class AdamW(torch.optim.Optimizer):
         state_precision: "fp32", "bf16", "bf16_stochastic" (rounding of Zamirai et al. 2020) or "bf16_kahan"
             (Kahan summation, same paper).
         seed: of the stochastic rounding.
-        compiled: compile the update, which then makes no temporaries and takes a parameter at one time.
+        compiled: compile the update; it then makes no temporaries, and its blocks are larger.
 
     Raises:
         ValueError: an unknown `state_precision`, or a parameter of another type.
@@ -350,7 +350,7 @@ class AdamW(torch.optim.Optimizer):
         self.state_precision = state_precision
         self.seed = seed
         self.update = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
-        self.block = sys.maxsize if compiled else BLOCK
+        self.block = COMPILED_BLOCK if compiled else BLOCK
         for i, p in enumerate(self._parameters()):
             if p.dtype not in (torch.float32, torch.float64, torch.bfloat16):
                 raise ValueError(f"Parameter {i} is {p.dtype}; AdamW takes float32, float64 and bfloat16 parameters.")

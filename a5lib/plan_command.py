@@ -118,7 +118,8 @@ def find_target(vram: str | None) -> Target:
 def own_card() -> tuple[str, int] | None:
     """Name and free bytes of the card that a run would take, as the driver says; None where there is none.
 
-    It is the first that CUDA_VISIBLE_DEVICES names, by number (as nvidia-smi counts) or by UUID; without it, the first.
+    It is the first that CUDA_VISIBLE_DEVICES names, by number or the beginning of a UUID; without it, the first.
+    Numbers are nvidia-smi's; CUDA may count unlike cards in another order.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if first in ("", "-1"):
@@ -127,9 +128,9 @@ def own_card() -> tuple[str, int] | None:
         import pynvml
 
         pynvml.nvmlInit()
-        by_number = first.isdecimal()
-        find = pynvml.nvmlDeviceGetHandleByIndex if by_number else pynvml.nvmlDeviceGetHandleByUUID
-        handle = find(int(first) if by_number else first)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        named = [handle for handle in handles if pynvml.nvmlDeviceGetUUID(handle).startswith(first)]
+        handle = handles[int(first)] if first.isdecimal() else named[0]
         return str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     except Exception:  # no package, no driver, or a driver that does not say
         return None

@@ -297,6 +297,39 @@ def test_a_process_that_dies_is_a_row_with_its_last_words(tmp_path: Path, monkey
     assert all("killed, as when the host's memory runs out" in row["error"] for row in rows)
 
 
+def test_a_process_that_hangs_at_its_imports_holds_up_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two processes the second never says that it has imported."""
+    first = tmp_path / "first"
+    hanging = f"""
+import json, os, sys, time
+if os.path.exists({str(first)!r}): time.sleep(100)
+open({str(first)!r}, "w").close()
+print("imported", flush=True)
+request = json.loads(sys.stdin.readline())
+sys.stdin.readline()
+open(request["result"], "w").write(json.dumps({{"variant": request["variant"], "error": "measured"}}))
+"""
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", hanging))
+
+    def change(variant: Variant) -> Variant:
+        return dataclasses.replace(variant, minutes=0.02)
+
+    rows, _ = run(tmp_path, "host", "published", change=change)
+    assert [row["error"] for row in rows] == ["measured", "given up after 0.02 minutes"]
+
+
+def test_a_row_that_nobody_waits_for_any_more_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    monkeypatch.setattr(module.sys, "stdin", io.StringIO("measure\n"))
+    module._wait_for_a_word()
+    assert ended == []
+    module._wait_for_a_word()
+    assert ended == [0]
+
+
 SLOW_IMPORT = """
 import json, sys, time
 def note(word): open(sys.argv[1], "a").write(word + "\\n")

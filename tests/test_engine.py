@@ -242,16 +242,25 @@ def test_compiled_layers_give_the_gradient_and_the_step_of_plain_ones(quick_comp
         torch.testing.assert_close(parameter, weights[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_one_code_serves_every_layer_and_every_length(quick_compiler: None) -> None:
+def test_the_same_codes_serve_every_length_and_scoring_too(quick_compiler: None) -> None:
     this = compiled_engine()
-    assert len(this.model.base_model.layers) == 2  # twice as many codes, were there one for each layer
     for seed in range(3):
-        this.accumulate(ragged_batch(seed=seed))
+        batch = ragged_batch(seed=seed)
+        this.accumulate(batch | {"old_log_probs": this.score(batch)["log_probs"]})
         this.step(1e-4)
     counters = torch._dynamo.utils.counters
     # A layer's with a graph and without, each for several rows and for one; AdamW's, for matrices and for vectors.
-    assert counters["stats"]["unique_graphs"] <= 6
+    assert 0 < counters["stats"]["unique_graphs"] <= 6
     assert not counters["graph_break"]
+
+
+def test_more_codes_than_torch_keeps_by_itself_are_kept(quick_compiler: None) -> None:
+    """Past its limit torch runs layers plain, which rounds otherwise: then a ratio is not 1."""
+    this, batch = compiled_engine(torch.bfloat16), ragged_batch()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        _, metadata = this.accumulate(batch | {"old_log_probs": this.score(batch)["log_probs"]})
+    assert (metadata["ratio_min"], metadata["ratio_max"]) == (1.0, 1.0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 def test_compiled_scores_are_to_the_bit_those_of_the_update(quick_compiler: None) -> None:

@@ -1,5 +1,6 @@
 """AdamW in four precisions, gradient clipping and warm-up: against torch, float64 and numbers worked out by hand."""
 
+import functools
 import math
 
 import pytest
@@ -405,6 +406,26 @@ def test_one_compiled_update_serves_every_step(precision):
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = run(compiled)
     torch.testing.assert_close(found, run(adamw_update), rtol=1e-6, atol=0.0)  # a compiler may fuse two operations
+
+
+@pytest.mark.parametrize("precision", STATE_PRECISIONS)
+def test_a_compiled_optimizer_takes_the_steps_of_a_plain_one_in_few_codes(monkeypatch, precision):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(optimizers, "COMPILED_BLOCK", 20)
+    torch._dynamo.utils.counters.clear()
+    taken = []
+    for compiled in (False, True):
+        params = [
+            parameter(torch.linspace(-1, 1, 54).view(6, 9), torch.bfloat16),
+            parameter(torch.ones(9), torch.bfloat16),
+        ]
+        optimizer = AdamW(params, lr=0.1, state_precision=precision, compiled=compiled)
+        take_steps(params, optimizer, 3)
+        taken.append([p.detach() for p in params] + list(optimizer.tensors().values()))
+    torch.testing.assert_close(taken[1], taken[0], rtol=1e-6, atol=1e-7)  # a compiler may fuse two operations
+    codes = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 0 < codes <= 3, "whole vectors, first blocks and later blocks of matrices"
 
 
 @pytest.mark.parametrize("precision", STATE_PRECISIONS)

@@ -125,20 +125,24 @@ def test_with_a_card_here_its_link_is_measured_and_its_free_memory_is_the_budget
 
 @pytest.mark.parametrize(
     ("visible", "card"),
-    [(None, "card 0"), ("1,0", "card 1"), ("GPU-two", "card GPU-two"), ("", None), ("-1", None), ("7", None)],
+    [
+        (None, "card 0"),
+        ("1,0", "card 1"),
+        ("GPU-two-b", "card 1"),
+        ("GPU-two", "card 1"),
+        ("", None),
+        ("-1", None),
+        ("7", None),
+        ("GPU-three", None),
+    ],
 )
 def test_the_card_planned_for_is_the_first_that_a_run_sees(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, card: str | None
 ) -> None:
-    def by_index(number: int) -> str:
-        if number > 1:
-            raise ValueError("no such card")
-        return f"card {number}"
-
     driver = types.SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=by_index, nvmlDeviceGetName=lambda handle: handle,
-        nvmlDeviceGetHandleByUUID=lambda uuid: f"card {uuid}",
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(free=5 * GIB),
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetName=lambda i: f"card {i}", nvmlDeviceGetUUID=lambda i: ("GPU-one-a", "GPU-two-b")[i],
+        nvmlDeviceGetMemoryInfo=lambda i: types.SimpleNamespace(free=5 * GIB),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     if visible is None:

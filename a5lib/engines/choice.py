@@ -105,4 +105,5 @@ def make_engine(
     if plan.engine == "layer_major":
         return LayerMajorEngine(model, config, algo, plan, device, shared)
     torch.nn.Module.to(model, device)
-    return ResidentEngine(model, config, algo, plan.head_block, shared, plan.compiled)
+    compiled = plan.compiled and flash_fits(device, model.dtype)
+    return ResidentEngine(model, config, algo, plan.head_block, shared, compiled)

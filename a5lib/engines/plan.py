@@ -253,8 +253,9 @@ def _resident(shape: ModelShape, size: UpdateSize, budget: int | None, optimizer
         {new: matrix},
     ]
     temporaries = 0 if compiled else 4 * ADAMW_NUMBERS[optimizer_state] * ADAMW_BLOCK
-    scoring = {  # without a graph no layer keeps anything
+    scoring = {  # without a graph, which only compiled layers have, no layer keeps anything
         "layer at work": one_layer,
+        "layer inputs": ledger["layer inputs"] * compiled,
         "logits": ledger["logits"],
         "the batch and its scores": size.scored * size.longest * BATCH_BYTES,
     }

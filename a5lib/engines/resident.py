@@ -78,7 +78,9 @@ class ResidentEngine:
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
         """See `Engine.score`. The microbatches are those of `accumulate`: then a ratio is exactly 1 before any update,
-        also in bfloat16, where the same row in another batch rounds differently. Rows with advantage 0 stay 0.
+        also in bfloat16, where the same row in another batch rounds differently. So does code that was compiled for
+        another case, and therefore compiled layers run as in `accumulate`, with a graph that is dropped. Rows with
+        advantage 0 stay 0.
         """
         batch = {name: values.to(self.device) for name, values in batch.items()}
         mask = batch["response_mask"].bool()
@@ -89,13 +91,14 @@ class ResidentEngine:
         for rows in torch.arange(len(mask), device=self.device).split(self.config.train_batch_size):
             rows = rows[trained[rows]]
             microbatches += rows[by_length(mask[rows])].split(size) if len(rows) else ()
-        with self._at_work(), torch.no_grad():
+        with self._at_work(training=bool(self.compiled)), torch.set_grad_enabled(bool(self.compiled)):
             for index in microbatches:
                 used = used_width(mask[index])
                 ids, labels = (batch[name][index, :used] for name in ("input_ids", "labels"))
                 scores = self.score_fn(self.model, ids, labels, True, temperature=self.config.temperature)
                 for name, values in out.items():
-                    values[index, :used] = scores[name].float()
+                    values[index, :used] = scores[name].detach().float()
+                del scores  # and a graph, before the next one grows
         return {name: values.cpu() for name, values in out.items()}
 
     def accumulate(self, batch: Batch) -> tuple[float, dict[str, float]]:
@@ -105,9 +108,8 @@ class ResidentEngine:
         """
         preset = self.config.preset
         constant = self.config.normalization_constant if preset.loss_normalization == "constant" else None
-        self.model.train()  # layers are recomputed only in training mode; these models have no dropout
         try:
-            with self._at_work():
+            with self._at_work(training=True):
                 loss, metadata = self.algo.accumulate_gradients(
                     self.model,
                     batch,
@@ -122,8 +124,6 @@ class ResidentEngine:
         except BaseException:  # some microbatches have been added already
             self.optimizer.zero_grad(set_to_none=True)
             raise
-        finally:
-            self.model.eval()
         return float(loss), metadata
 
     def step(self, learning_rate: float) -> float:
@@ -160,17 +160,23 @@ class ResidentEngine:
         """See `Engine.release`: here everything stays, because generation uses the very same weights."""
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, *, training: bool) -> Iterator[None]:
         """In here layers run their compiled code, if there is one. Generation runs them as they are, because there the
         shapes change all the time.
+
+        Layers are recomputed only in training mode; these models have no dropout.
         """
+        self.model.train(training)
         for layer, run in self.compiled.items():
             layer.forward = run
         try:
-            yield
+            # There are some cases of shape and mode for each kind of layer; torch keeps 8 and runs the others plain.
+            with torch._dynamo.config.patch(recompile_limit=64) if self.compiled else contextlib.nullcontext():
+                yield
         finally:
             for layer in self.compiled:
                 del layer.forward
+            self.model.eval()
 
 
 def fused_scores(
