@@ -47,7 +47,7 @@ from a5lib.engines.choice import compiles, make_engine
 from a5lib.engines.plan import CONTEXT, Plan, UpdateSize, plan_update
 from a5lib.errors import UserError
 from a5lib.memory import ModelShape
-from a5lib.models import select_device, select_dtype
+from a5lib.models import leave_out_cudnn_attention, select_device, select_dtype
 from a5lib.peers import PEERS, Update, adamw_numbers
 from a5lib.recorder import MemoryRecorder
 from a5lib.runlog import describe_environment, read_jsonl
@@ -315,6 +315,7 @@ def build(variant: Variant, batch: Batch, device: torch.device) -> tuple[PreTrai
     if variant.peer:
         model = random_model(given, dtype=dtype, device=device)
         return model, PEERS[variant.peer](model, batch, config, algo), None
+    leave_out_cudnn_attention()  # as in training; the peers have torch's own choice
     plan = plan_of(variant, config, device, dtype)
     model = random_model(given, dtype=dtype, device=device if plan.engine == "resident" else "cpu")
     # With a budget this is where torch's allocator is held to it.

@@ -65,6 +65,7 @@ def select_device(name: str) -> torch.device:
         raise UserError(f"Device {name!r} is not there; this machine has cuda:0 to cuda:{last}.")
     if device.type == "cuda":
         use_segments_that_grow()
+        leave_out_cudnn_attention()
         if device.index is None:
             return torch.device("cuda", torch.cuda.current_device())  # some of torch's functions want the number
     return device
@@ -78,6 +79,15 @@ def use_segments_that_grow() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def leave_out_cudnn_attention() -> None:
+    """Keep torch's `scaled_dot_product_attention` away from cuDNN's kernel, in this process.
+
+    Torch prefers it on an H100, H200 or B200, and from torch 2.11 on its gradient of a masked bfloat16 attention can be
+    NaN (pytorch issue 196678). The flash and the memory-efficient kernel stay.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +112,7 @@ def test_a_device_that_is_not_there_is_one_sentence(monkeypatch, cards: int, nam
 
 
 def pretend_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)  # for the tests that follow
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -130,6 +132,21 @@ def test_memory_of_a_card_grows_in_place_unless_the_user_says_otherwise(monkeypa
     select_device("cuda")
     added = {} if own else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert dict(os.environ) == before | added
+
+
+def test_attention_on_a_card_is_not_that_of_cudnn() -> None:
+    """In a process of its own, because the switch is the whole process's."""
+    code = """
+import torch
+from a5lib.models import select_device
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda.current_device = lambda: True, lambda: 1, lambda: 0
+cuda = torch.backends.cuda
+for name in ("cpu", "cuda"):
+    select_device(name)
+    print(name, cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "cpu True True True\ncuda False True True\n"
 
 
 def test_the_toy_model_stays_on_the_cpu_unless_a_card_is_asked_for(monkeypatch) -> None:
