@@ -124,11 +124,9 @@ def test_memory_of_a_card_grows_in_place_unless_the_user_says_otherwise(monkeypa
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv(own, "max_split_size_mb:128")
-    for name, answer in (("is_available", True), ("device_count", 1)):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+    pretend_cards(monkeypatch, 1)
     before = dict(os.environ)
     assert select_device("cpu").type == "cpu" and dict(os.environ) == before
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     select_device("cuda")
     added = {} if own else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert dict(os.environ) == before | added
