@@ -5,6 +5,7 @@ pictures of what was seen.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ TOKEN = "for-this-test-only"
 
 pytestmark = [
     pytest.mark.reference,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="chromium is not installed here"),
 ]
@@ -81,23 +82,26 @@ def page():
 
 
 def open_and_run(page, lab, name):
-    """Open a notebook in the simple interface and run all its cells."""
-    page.goto(f"{lab}/doc/tree/notebooks/{name}.ipynb?token={TOKEN}&reset")
-    page.wait_for_selector(".jp-Notebook .jp-Cell")
-    page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=/Python 3/")
+    """Open a notebook in the simple interface, wait for its kernel, and run all its cells."""
+    # the page says "idle" before it asks for a kernel, and forgets cells that are run before it is connected to one
+    with page.expect_websocket(lambda socket: "/channels" in socket.url, timeout=120_000):
+        page.goto(f"{lab}/doc/tree/notebooks/{name}.ipynb?token={TOKEN}&reset")
+    page.wait_for_selector('.jp-NotebookPanel-toolbar [data-status="idle"]')
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_function("[...document.querySelectorAll('.jp-InputPrompt')].some(p => /[*0-9]/.test(p.textContent))")
 
 
-def wait_until_idle(page, seconds=240):
-    """Until every code cell has run."""
+def wait_until_idle(page, seconds=300):
+    """Until every code cell has run. The prompts' text contents, because their inner text is empty off-screen."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        prompts = page.locator(".jp-CodeCell .jp-InputArea-prompt").all_inner_texts()
-        if prompts and not any("*" in text for text in prompts) and page.locator('[data-status="idle"]').count():
+        prompts = page.locator(".jp-CodeCell .jp-InputArea-prompt").all_text_contents()
+        if prompts and all(re.search("[0-9]", text) for text in prompts):
             return
         time.sleep(0.5)
-    raise AssertionError("the notebook did not end in time")
+    status = page.locator("[data-status]").first.get_attribute("data-status")
+    raise AssertionError(f"the notebook did not end in {seconds} s; kernel {status}; prompts {prompts}")
 
 
 def screenshot(page, name):
@@ -108,9 +112,9 @@ def screenshot(page, name):
 
 def test_run_all_and_a_slider_that_changes_its_picture(page, lab):
     open_and_run(page, lab, "04_advantages")
-    handle = page.locator(".widget-slider .noUi-handle").first
-    handle.wait_for(state="attached", timeout=120_000)
     wait_until_idle(page)
+    handle = page.locator(".widget-slider .noUi-handle").first
+    handle.wait_for(state="attached")
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     handle.scroll_into_view_if_needed()
     picture = page.locator(".widget-image").first
