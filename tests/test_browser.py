@@ -25,7 +25,7 @@ TOKEN = "for-this-test-only"
 
 pytestmark = [
     pytest.mark.reference,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(300),
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="chromium is not installed here"),
 ]
@@ -92,12 +92,13 @@ def open_and_run(page, lab, name):
     page.wait_for_function("[...document.querySelectorAll('.jp-InputPrompt')].some(p => /[*0-9]/.test(p.textContent))")
 
 
-def wait_until_idle(page, seconds=300):
+def wait_until_idle(page, seconds=240):
     """Until every code cell has run. The prompts' text contents, because their inner text is empty off-screen."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         prompts = page.locator(".jp-CodeCell .jp-InputArea-prompt").all_text_contents()
-        if prompts and all(re.search("[0-9]", text) for text in prompts):
+        done = prompts and all(re.search("[0-9]", text) for text in prompts)
+        if done and page.locator('[data-status="idle"]').count():
             return
         time.sleep(0.5)
     status = page.locator("[data-status]").first.get_attribute("data-status")
