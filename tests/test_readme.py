@@ -21,7 +21,7 @@ from a5lib.bench_variants import VARIANTS
 from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
 from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
-from a5lib.cycle_views import checks, growth, newest
+from a5lib.cycle_views import PUBLISHED_RATIO, PUBLISHED_SECONDS, checks, growth, newest
 from a5lib.engines.parts import FAMILIES
 from a5lib.engines.plan import GIB, gib
 from a5lib.errors import UserError
@@ -375,7 +375,7 @@ def test_the_same_inputs_gave_every_engine_and_library_the_same_gradient():
 
 @both
 def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
-    """Also: the row that says "at least" has the copies of the same plan; and nothing is measured yet."""
+    """Also: the row that says "at least" has the copies of the same plan; and what was measured is that of the log."""
     text = section(page, heading_number("Training with vLLM on the same card"))
     plans = {}
     for state in ("fp32", "bf16_stochastic"):
@@ -386,24 +386,58 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
     cache = plans["fp32"].card["generate"]["vLLM's keys and values"] / GIB
     assert re.search(rf"\b{cache:.1f}\s+GiB", text)
     weights, speed = 2 * OLMO2_1B.parameters(), LINKS[USUAL_LINK]
-    rows = wide_rows(section(page, heading_number("What each phase should take")), 4)
-    assert [row[3] for row in rows] == len(rows) * [{"README.md": "not measured yet"}.get(page, "尚未实测")]
+    text = section(page, heading_number("What each phase should take"))
+    rows, run = wide_rows(text, 4), cycles(16)["vllm-colocated"]
+    phases = [
+        "leave",
+        "write",
+        "wake weights",
+        "load",
+        "verify",
+        "wake kv_cache",
+        "generate",
+        "sleep",
+        "return",
+        "score",
+    ]
+    together = {"wake kv_cache": "reset_prefix_cache", "score": "update"}  # two phases in one row
+    seconds = [
+        median(steady["seconds"][name] + steady["seconds"].get(together.get(name), 0) for steady in run.steady)
+        for name in phases
+    ]
+    assert [row[3] for row in rows] == [f"{run.start['seconds']:.0f}"] + [f"{s:.3f}" for s in seconds]
+    assert {name for row in run.steady for name in row["seconds"]} == {*phases, *together.values(), "rest"}
+    for (_, should, *_), measured in zip(rows[1:], seconds, strict=True):
+        if re.search("under 0.1|不到 0.1", should):
+            assert measured < 0.1
+    assert f"{run.start['link_gb_per_s']['to_card']:.0f} GB/s" in text and len(run.steady) == 9
     moved = [row for row in rows if f"{weights / GIB:.2f} GiB" in row[2]]
     assert [row[1] for row in moved] == 2 * [f"{weights / speed:.2f}"]
     assert f" {plans['fp32'].transfer_seconds(speed, speed):.2f}" in rows[-1][1]
     assert rows[7][2].split()[0] == str(request.size.served) and str(request.size.response) in rows[7][2]
 
 
+def cycles(budget):
+    """The runs of the backends under that many GiB, by name, from the committed log."""
+    folder = "diagnose-backend" if budget == 16 else f"diagnose-backend-{budget}"
+    (group,) = newest(read_jsonl(ROOT / "runs" / folder / "rows.jsonl"))
+    assert {(run.start["setting"]["vram_budget"], run.start["setting"]["device"]) for run in group.values()} == {
+        (budget, "NVIDIA H200")
+    }
+    return group
+
+
 @both
 def test_the_cycles_on_a_card_are_those_of_the_logs(page):
     text = section(page, heading_number("What a cycle takes"))
-    for budget, *figures in wide_rows(text, 7):
-        rows = read_jsonl(ROOT / "runs" / f"diagnose-backend-{budget.removesuffix(' GiB')}" / "rows.jsonl")
-        (group,) = newest(rows)
+    shown = wide_rows(text, 7)
+    assert [row[0] for row in shown] == ["8 GiB", "12 GiB", "16 GiB"]
+    for budget, *figures in shown:
+        group = cycles(int(budget.removesuffix(" GiB")))
         run = group["vllm-colocated"]
         setting = run.start["setting"]
-        assert (setting["responses"], setting["max_tokens"]) == (128, 256) and "NVIDIA H200" in setting["device"]
-        assert budget == f"{setting['vram_budget']:.0f} GiB" and len(run.steady) == 9
+        assert (setting["responses"], setting["max_tokens"]) == ((256, 512) if budget == "16 GiB" else (128, 256))
+        assert len(run.steady) == 9
         speeds = [run.start["weight_bytes"] / s / 1e9 for s in run.phase("load")]
         assert figures == [
             f"{median(run.hand_overs()):.2f}", f"{median(run.phase('verify')):.2f}", f"{median(speeds):.1f}",
@@ -412,6 +446,53 @@ def test_the_cycles_on_a_card_are_those_of_the_logs(page):
         assert all(check.passed for check in checks(group)) and run.end["orphans"] == []
         for kind in ("card", "trainer", "worker", "shared"):
             assert f"{100 * growth(run, kind):.1f}" in ("0.0", "-0.0"), kind
+
+
+@both
+def test_the_three_ways_to_generate_are_those_of_the_log(page):
+    text = section(page, heading_number("What a cycle takes"))
+    group, shown = cycles(16), wide_rows(text, 6)
+    assert list(group) == ["vllm-colocated", "vllm-alone", "transformers"]
+    for (words, *figures), (name, run) in zip(shown, group.items(), strict=True):
+        assert ("vLLM" in words) == name.startswith("vllm") and len(run.steady) >= 3
+
+        def spread(values):
+            return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+        whole = "-" if name == "vllm-alone" else spread([row["cycle_seconds"] for row in run.steady])
+        tokens = f"{run.median('tokens_per_second'):,.0f}"
+        peak = f"{run.peak() / GIB:.2f}"
+        assert figures == [f"{run.start['side_by_side']}", spread(run.phase("generate")), tokens, whole, peak], name
+    ours, alone, plain = group.values()
+    assert f"{plain.median('cycle_seconds') / ours.median('cycle_seconds'):.2f}" in text
+    assert f"{100 * ours.median('tokens_per_second') / alone.median('tokens_per_second'):.0f} %" in text
+    assert all(str(figure) in text for figure in (*PUBLISHED_SECONDS, PUBLISHED_RATIO))
+
+
+@both
+def test_the_run_with_vllm_is_that_of_the_log(page):
+    text = section(page, heading_number("A run with vLLM on the card"))
+    folder = ROOT / "runs" / "toy-32m-vllm"
+    metrics, tests = read_jsonl(folder / METRICS_FILE), read_jsonl(folder / EVALUATIONS_FILE)
+    ends = {(row["step"], row["kind"]): row for row in tests if row["step"] in (0, 100)}
+    for (_, *figures), step in zip(wide_rows(text, 5), (0, 100), strict=True):
+        sampled, greedy = ends[step, "sampled"], ends[step, "greedy"]
+        low, high = (100 * bound for bound in sampled["interval"])
+        assert figures == [
+            f"{100 * sampled['accuracy']:.1f} % ({low:.1f}-{high:.1f})", f"{100 * greedy['accuracy']:.1f} %",
+            f"{100 * sampled['pass_at_k']['8']:.1f} %", f"{100 * sampled['format_share']:.1f} %",
+        ]  # fmt: skip
+        assert sampled["problems"] == greedy["problems"] == 256
+    assert [row["step"] for row in metrics] == list(range(1, 101))
+    assert f" {sum(row['seconds_step'] for row in metrics):.0f} " in text
+    assert f" {sum(row['seconds_generate'] for row in metrics):.0f} " in text
+    card = max(row["card"] for row in read_jsonl(folder / MEMORY_FILE))
+    assert f"{card / GIB:.1f} GiB" in text and card < 16 * GIB
+    eight_bits = read_jsonl(ROOT / "runs" / "toy-32m-vllm-fp8" / METRICS_FILE)
+    for rows in (metrics, eight_bits):
+        assert f"{median(row['mismatch_mean'] for row in rows):.4f}" in text
+    equal = [row["zero_variance_groups"] for row in metrics[25:]]
+    assert len(eight_bits) == 3 and 0.75 < sum(equal) / len(equal) < 0.85, "four of five groups"
 
 
 @both
