@@ -647,7 +647,7 @@ def test_the_embeddings_gradient_is_not_underestimated():
 
 MEASURED = [
     row
-    for row in map(json.loads, (ROOT / "runs/bench-update/rows.jsonl").read_text(encoding="utf-8").splitlines())
+    for row in map(json.loads, (ROOT / "runs/bench-update-h200/rows.jsonl").read_text(encoding="utf-8").splitlines())
     if row["error"] is None and row["plan"] is not None
 ]
 

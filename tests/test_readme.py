@@ -37,7 +37,7 @@ TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 # What a run or a user makes, so that it is named here and is not in the repository.
 GENERATED = re.compile(
-    r"\.venv(/.*)?|data(/.*)?|runs/(first|ALGORITHM-seedN-TIME)(/.*)?|metrics\.jsonl|status\.json|tuning\.jsonl|first\.png|curves\.png"
+    r"\.venv(/.*)?|data(/.*)?|runs/(first|diagnose-backend|ALGORITHM-seedN-TIME)(/.*)?|metrics\.jsonl|status\.json|tuning\.jsonl|first\.png|curves\.png"
 )
 PATH = re.compile(r"[\w.\-]+(/[\w.\-]+)*/?")
 ENDINGS = (".py", ".md", ".txt", ".toml", ".yml", ".json", ".jsonl", ".png", "/")
@@ -187,7 +187,7 @@ def test_what_may_change_on_resume(page):
 
 
 HARDWARE = "What runs on which hardware, and why"
-ROWS = {row["variant"]["name"]: row for row in read_jsonl(ROOT / "runs" / "bench-update" / "rows.jsonl")}
+ROWS = {row["variant"]["name"]: row for row in read_jsonl(ROOT / "runs" / "bench-update-h200" / "rows.jsonl")}
 SIZES = (6, 8, 10, 12, 16, 24, 32)  # GB, the rows of the hardware table
 
 
@@ -311,12 +311,13 @@ def test_versions_card_and_link_are_those_of_the_log(page):
                 "bitsandbytes": packages["bitsandbytes"]}  # fmt: skip
     for name, version in versions.items():
         assert f"{name} {version}" in text
-    log = (ROOT / "runs" / "bench-update" / "table.md").read_text(encoding="utf-8")
+    log = (ROOT / "runs" / "bench-update-h200" / "table.md").read_text(encoding="utf-8")
     assert "host to card 54.8 GB/s, card to host 54.7 GB/s" in log and "55 GB/s" in text
     errors = [abs(row["predicted_error"]) for row in ROWS.values() if row["predicted_error"] is not None]
     assert len(errors) > 5 and max(errors) < 0.05 and "5 %" in text
     cores = {name: row["environment"]["cores"] for name, row in ROWS.items()}
-    assert cores.pop("llama3.1-8b") == 16 and set(cores.values()) == {32} and "16" in text and "32" in text
+    assert cores.pop("llama3.1-8b") == 16 and set(cores.values()) == {32}
+    assert re.search(r"\b32 (processor cores|个处理器核心)", text) and re.search(r"\b16\s+(cores|个核心)", text)
 
 
 @both
@@ -340,7 +341,10 @@ def test_the_engine_that_is_not_chosen_is_the_faster_one(page):
     """The two figures beside the rule of choice, and that they are for about the same memory."""
     layers, resident = ROWS["budget-12"], ROWS["resident"]
     (paragraph,) = (p for p in TEXT[page].split("\n\n") if p.startswith(("**Which engine.**", "**用哪个引擎。**")))
-    assert 1 < resident["peak_card"] / layers["peak_card"] < 1.2
+    assert layers["median_seconds"] < resident["median_seconds"]
+    assert f"{resident['peak_card'] / GIB:.1f} GiB" in paragraph and layers["variant"]["settings"]["vram_budget"] == 12
+    asked = resident["variant"]["settings"]
+    assert (asked["recompute_layers"], asked["head"]) == (True, "fused")
     assert re.findall(r"\d\.\d\d", paragraph) == [f"{row['median_seconds']:.2f}" for row in (layers, resident)]
 
 
@@ -419,8 +423,7 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
 
 def cycles(budget):
     """The runs of the backends under that many GiB, by name, from the committed log."""
-    folder = "diagnose-backend" if budget == 16 else f"diagnose-backend-{budget}"
-    (group,) = newest(read_jsonl(ROOT / "runs" / folder / "rows.jsonl"))
+    (group,) = newest(read_jsonl(ROOT / "runs" / f"diagnose-backend-{budget}" / "rows.jsonl"))
     assert {(run.start["setting"]["vram_budget"], run.start["setting"]["device"]) for run in group.values()} == {
         (budget, "NVIDIA H200")
     }
@@ -491,8 +494,33 @@ def test_the_run_with_vllm_is_that_of_the_log(page):
     eight_bits = read_jsonl(ROOT / "runs" / "toy-32m-vllm-fp8" / METRICS_FILE)
     for rows in (metrics, eight_bits):
         assert f"{median(row['mismatch_mean'] for row in rows):.4f}" in text
+    assert f"{median(row['mismatch_mean'] for row in metrics[: len(eight_bits)]):.4f}" in text and len(eight_bits) == 3
+    (before,) = {row["t"] for row in read_jsonl(folder / MEMORY_FILE)[:1]}
+    assert f" {before:.0f} " in text
     equal = [row["zero_variance_groups"] for row in metrics[25:]]
-    assert len(eight_bits) == 3 and 0.75 < sum(equal) / len(equal) < 0.85, "four of five groups"
+    assert 0.75 < sum(equal) / len(equal) < 0.85 and re.search("four of five|五组中有四组", text)
+
+
+@both
+def test_the_run_with_vllm_is_made_by_the_commands_shown(page):
+    """The model's card and the run's own record have them too; the page leaves out how often the run was saved."""
+    folder = ROOT / "runs" / "toy-32m-vllm"
+    build, train = (c for c in a5_commands(page) if "toy-32m" in c)
+    record = shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[1:]
+    shown, recorded = (
+        dataclasses.asdict(parse_without_running(words)) | dict.fromkeys(("save_every", "save_final"))
+        for words in (train, record)
+    )
+    assert shown == recorded
+    card = (folder / "model-card.md").read_text(encoding="utf-8")
+    (made,) = re.findall(r"`(a5 toy build .*?)`", card)
+    given = dict(zip(build[3::2], build[4::2], strict=True))
+    assert (
+        build[:3] == ["toy", "build", "toy-32m"] and given.items() <= dict(re.findall(r"(--\S+) (\S+)", made)).items()
+    )
+    assert "in 2.0 minutes" in card and re.search(
+        "two minutes|两分钟", section(page, heading_number("A run with vLLM on the card"))
+    )
 
 
 @both
