@@ -21,7 +21,7 @@ from a5lib.bench_variants import VARIANTS
 from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
 from a5lib.config import ALGORITHMS, ASSIGNMENT_DEFAULTS, MAY_CHANGE_ON_RESUME, TOY_DEFAULTS, TrainConfig, flag
-from a5lib.cycle_views import PUBLISHED_RATIO, PUBLISHED_SECONDS, checks, growth, newest
+from a5lib.cycle_views import PHASES, PUBLISHED_RATIO, PUBLISHED_SECONDS, checks, growth, newest
 from a5lib.engines.parts import FAMILIES
 from a5lib.engines.plan import GIB, gib
 from a5lib.errors import UserError
@@ -338,7 +338,7 @@ def test_the_rows_with_a_budget_are_those_of_the_log(page):
 
 @both
 def test_the_engine_that_is_not_chosen_is_the_faster_one(page):
-    """The two figures beside the rule of choice, and that they are for about the same memory."""
+    """The figures beside the rule of choice, and how they were measured."""
     layers, resident = ROWS["budget-12"], ROWS["resident"]
     (paragraph,) = (p for p in TEXT[page].split("\n\n") if p.startswith(("**Which engine.**", "**用哪个引擎。**")))
     assert layers["median_seconds"] < resident["median_seconds"]
@@ -392,25 +392,14 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
     weights, speed = 2 * OLMO2_1B.parameters(), LINKS[USUAL_LINK]
     text = section(page, heading_number("What each phase should take"))
     rows, run = wide_rows(text, 4), cycles(16)["vllm-colocated"]
-    phases = [
-        "leave",
-        "write",
-        "wake weights",
-        "load",
-        "verify",
-        "wake kv_cache",
-        "generate",
-        "sleep",
-        "return",
-        "score",
-    ]
+    phases = [name for name in PHASES if name not in ("reset_prefix_cache", "update", "rest")]
     together = {"wake kv_cache": "reset_prefix_cache", "score": "update"}  # two phases in one row
     seconds = [
         median(steady["seconds"][name] + steady["seconds"].get(together.get(name), 0) for steady in run.steady)
         for name in phases
     ]
     assert [row[3] for row in rows] == [f"{run.start['seconds']:.0f}"] + [f"{s:.3f}" for s in seconds]
-    assert {name for row in run.steady for name in row["seconds"]} == {*phases, *together.values(), "rest"}
+    assert {name for row in run.steady for name in row["seconds"]} == set(PHASES)
     for (_, should, *_), measured in zip(rows[1:], seconds, strict=True):
         if re.search("under 0.1|不到 0.1", should):
             assert measured < 0.1
@@ -495,8 +484,7 @@ def test_the_run_with_vllm_is_that_of_the_log(page):
     for rows in (metrics, eight_bits):
         assert f"{median(row['mismatch_mean'] for row in rows):.4f}" in text
     assert f"{median(row['mismatch_mean'] for row in metrics[: len(eight_bits)]):.4f}" in text and len(eight_bits) == 3
-    (before,) = {row["t"] for row in read_jsonl(folder / MEMORY_FILE)[:1]}
-    assert f" {before:.0f} " in text
+    assert f" {read_jsonl(folder / MEMORY_FILE)[0]['t']:.0f} " in text, "seconds before the first batch"
     equal = [row["zero_variance_groups"] for row in metrics[25:]]
     assert 0.75 < sum(equal) / len(equal) < 0.85 and re.search("four of five|五组中有四组", text)
 
@@ -514,13 +502,10 @@ def test_the_run_with_vllm_is_made_by_the_commands_shown(page):
     assert shown == recorded
     card = (folder / "model-card.md").read_text(encoding="utf-8")
     (made,) = re.findall(r"`(a5 toy build .*?)`", card)
-    given = dict(zip(build[3::2], build[4::2], strict=True))
-    assert (
-        build[:3] == ["toy", "build", "toy-32m"] and given.items() <= dict(re.findall(r"(--\S+) (\S+)", made)).items()
-    )
-    assert "in 2.0 minutes" in card and re.search(
-        "two minutes|两分钟", section(page, heading_number("A run with vLLM on the card"))
-    )
+    given, recorded = dict(zip(build[3::2], build[4::2], strict=True)), dict(re.findall(r"(--\S+) (\S+)", made))
+    assert build[:3] == ["toy", "build", "toy-32m"] and given.items() <= recorded.items()
+    text = section(page, heading_number("A run with vLLM on the card"))
+    assert "in 2.0 minutes" in card and re.search("two minutes|两分钟", text)
 
 
 @both

@@ -24,8 +24,8 @@ PHASES = ("load", "generate", "score", "update", "step", "save")
 TRIPS = ("score", "pass", "step")  # the parts of an update in which bytes travel
 # What CUDA and the kernels of torch and Triton take of a card beside all tensors: 1.33 to 1.45 GiB on an NVIDIA H200
 # with a model of 1.5 billion parameters (`runs/bench-update-h200/`, use of the card less what torch has reserved).
-# Cards with fewer multiprocessors take less. It grows by 2 MiB for each GiB of pinned host memory, 8 bytes a page: to
-# 1.60 GiB with 101 GiB pinned. `SLACK` has room for what is missing here then.
+# Cards with fewer multiprocessors take less. It grows by 2 MiB for each GiB of pinned host memory: to 1.60 GiB with
+# 101 GiB pinned. What is missing here then is less than `SLACK` leaves of 8 GiB or more.
 CONTEXT = 1470 * MIB
 WORKSPACE = 64 * MIB  # cuBLAS
 # What vLLM takes of a card while it sleeps, at most: CUDA's context, kernels and recorded graphs. 1.43 GiB were seen on
