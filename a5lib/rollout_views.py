@@ -131,7 +131,7 @@ def rollout_html(
 def _summary(r: Rollout) -> str:
     """Two lines: what it is and what it earned."""
     rewards = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in r.rewards.items())
-    ended = {"stop": "it stopped by itself", "length": "it was cut off at the longest length"}
+    ended = {"stop": "it came to its end", "length": "it was cut off at the longest length"}
     how = ended.get(r.completion.finish_reason, r.completion.finish_reason)
     return (
         f"Answer expected: {r.problem.answer}. Class: {rollout_class(r)}.\n"
