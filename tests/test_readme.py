@@ -17,6 +17,7 @@ from statistics import median
 import pytest
 
 from a5lib import cli
+from a5lib.bench_update import latest_rows
 from a5lib.bench_variants import VARIANTS
 from a5lib.cards import LINKS, SHARE, USUAL_LINK
 from a5lib.cli import COMMANDS, FLAGS, TrainFlags, parse
@@ -187,7 +188,7 @@ def test_what_may_change_on_resume(page):
 
 
 HARDWARE = "What runs on which hardware, and why"
-ROWS = {row["variant"]["name"]: row for row in read_jsonl(ROOT / "runs" / "bench-update-h200" / "rows.jsonl")}
+ROWS = {row["variant"]["name"]: row for row in latest_rows(ROOT / "runs" / "bench-update-h200")}
 SIZES = (6, 8, 10, 12, 16, 24, 32)  # GB, the rows of the hardware table
 
 
@@ -379,7 +380,7 @@ def test_the_same_inputs_gave_every_engine_and_library_the_same_gradient():
 
 @both
 def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
-    """Also: the row that says "at least" has the copies of the same plan; and what was measured is that of the log."""
+    """Also: the row that says "at least" has the copies of the same plan."""
     text = section(page, heading_number("Training with vLLM on the same card"))
     plans = {}
     for state in ("fp32", "bf16_stochastic"):
@@ -390,6 +391,25 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
     cache = plans["fp32"].card["generate"]["vLLM's keys and values"] / GIB
     assert re.search(rf"\b{cache:.1f}\s+GiB", text)
     weights, speed = 2 * OLMO2_1B.parameters(), LINKS[USUAL_LINK]
+    rows = wide_rows(section(page, heading_number("What each phase should take")), 4)
+    moved = [row for row in rows if f"{weights / GIB:.2f} GiB" in row[2]]
+    assert [row[1] for row in moved] == 2 * [f"{weights / speed:.2f}"]
+    assert f" {plans['fp32'].transfer_seconds(speed, speed):.2f}" in rows[-1][1]
+    assert rows[7][2].split()[0] == str(request.size.served) and str(request.size.response) in rows[7][2]
+
+
+def cycles(budget):
+    """The runs of the backends under that many GiB, by name, from the committed log."""
+    (group,) = newest(read_jsonl(ROOT / "runs" / f"diagnose-backend-{budget}" / "rows.jsonl"))
+    assert {(run.start["setting"]["vram_budget"], run.start["setting"]["device"]) for run in group.values()} == {
+        (budget, "NVIDIA H200")
+    }
+    return group
+
+
+@both
+def test_the_seconds_of_the_phases_are_those_of_the_log(page):
+    """Also: a phase that should take less than so much did."""
     text = section(page, heading_number("What each phase should take"))
     rows, run = wide_rows(text, 4), cycles(16)["vllm-colocated"]
     phases = [name for name in PHASES if name not in ("reset_prefix_cache", "update", "rest")]
@@ -404,19 +424,6 @@ def test_a_turn_with_vllm_takes_what_its_bytes_take(page):
         if re.search("under 0.1|不到 0.1", should):
             assert measured < 0.1
     assert f"{run.start['link_gb_per_s']['to_card']:.0f} GB/s" in text and len(run.steady) == 9
-    moved = [row for row in rows if f"{weights / GIB:.2f} GiB" in row[2]]
-    assert [row[1] for row in moved] == 2 * [f"{weights / speed:.2f}"]
-    assert f" {plans['fp32'].transfer_seconds(speed, speed):.2f}" in rows[-1][1]
-    assert rows[7][2].split()[0] == str(request.size.served) and str(request.size.response) in rows[7][2]
-
-
-def cycles(budget):
-    """The runs of the backends under that many GiB, by name, from the committed log."""
-    (group,) = newest(read_jsonl(ROOT / "runs" / f"diagnose-backend-{budget}" / "rows.jsonl"))
-    assert {(run.start["setting"]["vram_budget"], run.start["setting"]["device"]) for run in group.values()} == {
-        (budget, "NVIDIA H200")
-    }
-    return group
 
 
 @both
@@ -445,12 +452,12 @@ def test_the_three_ways_to_generate_are_those_of_the_log(page):
     text = section(page, heading_number("What a cycle takes"))
     group, shown = cycles(16), wide_rows(text, 6)
     assert list(group) == ["vllm-colocated", "vllm-alone", "transformers"]
+
+    def spread(values):
+        return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
     for (words, *figures), (name, run) in zip(shown, group.items(), strict=True):
         assert ("vLLM" in words) == name.startswith("vllm") and len(run.steady) >= 3
-
-        def spread(values):
-            return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-
         whole = "-" if name == "vllm-alone" else spread([row["cycle_seconds"] for row in run.steady])
         tokens = f"{run.median('tokens_per_second'):,.0f}"
         peak = f"{run.peak() / GIB:.2f}"
@@ -478,13 +485,14 @@ def test_the_run_with_vllm_is_that_of_the_log(page):
     assert [row["step"] for row in metrics] == list(range(1, 101))
     assert f" {sum(row['seconds_step'] for row in metrics):.0f} " in text
     assert f" {sum(row['seconds_generate'] for row in metrics):.0f} " in text
-    card = max(row["card"] for row in read_jsonl(folder / MEMORY_FILE))
+    memory = read_jsonl(folder / MEMORY_FILE)
+    card = max(row["card"] for row in memory)
     assert f"{card / GIB:.1f} GiB" in text and card < 16 * GIB
     eight_bits = read_jsonl(ROOT / "runs" / "toy-32m-vllm-fp8" / METRICS_FILE)
     for rows in (metrics, eight_bits):
         assert f"{median(row['mismatch_mean'] for row in rows):.4f}" in text
     assert f"{median(row['mismatch_mean'] for row in metrics[: len(eight_bits)]):.4f}" in text and len(eight_bits) == 3
-    assert f" {read_jsonl(folder / MEMORY_FILE)[0]['t']:.0f} " in text, "seconds before the first batch"
+    assert f" {memory[0]['t']:.0f} " in text, "seconds before the first batch"
     equal = [row["zero_variance_groups"] for row in metrics[25:]]
     assert 0.75 < sum(equal) / len(equal) < 0.85 and re.search("four of five|五组中有四组", text)
 
